@@ -13,10 +13,11 @@ import torch.distributed as dist
 from datasets import Dataset
 from tests.support import small_models as small
 
-from llmcompressor import oneshot
-from llmcompressor.args import DatasetArguments
+from llmcompressor import evaluate, oneshot, verify
+from llmcompressor.args import DatasetArguments, ModelArguments
 from llmcompressor.checkpoint import block_stream
 from llmcompressor.datasets import load_calibration
+from llmcompressor.entrypoints.training_run import load_maybe_quantized
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers import Modifier
@@ -158,6 +159,16 @@ def alone(folder: str) -> bool:
         model.save_pretrained(folder)
     dist.barrier()
     return (Path(folder) / "config.json").is_file()
+
+
+def read_by_one(folder: str) -> Any:
+    """What one process alone makes of a checkpoint: whether it is good, and its perplexity."""
+    if rank_and_world_size()[0] == 1:
+        return None
+    report = verify(folder, serve="transformers")
+    found = evaluate(folder, dataset=rows(parts=False), max_seq_length=12)
+    teacher = load_maybe_quantized(folder, ModelArguments(model=folder))
+    return report.ok, found.perplexity, digest(teacher)
 
 
 def taken(kind: str) -> list[int]:

@@ -32,7 +32,7 @@ from transformers import AutoConfig, CompressedTensorsConfig, PretrainedConfig, 
 from llmcompressor.args.model_arguments import PRECISIONS
 from llmcompressor.checkpoint.copied_files import module_folders, other_named_folders
 from llmcompressor.checkpoint.names import NameMap
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.checkpoint.side_files import SPEAKERS_FILE
 from llmcompressor.checkpoint.source import (
     CONFIG,
@@ -104,7 +104,7 @@ def load_decompressed(
     groups = dict(settings.get("config_groups") or {}).values()
     if is_simple := len([one for one in groups if dict(one).get("weights")]) <= 1:
         arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-    with patch_packed_zero_points(), warnings.catch_warnings():
+    with loading_compressed(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You passed `quantization_config`")
         loaded = load(**arguments)
     model = loaded[0] if isinstance(loaded, tuple) else loaded

@@ -20,6 +20,7 @@ from compressed_tensors.compressors.mx_utils import compress_mx_scale
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.modeling import IMPL_ATTR
+from compressed_tensors.offload import as_single_threaded
 from compressed_tensors.quantization import (
     DynamicType,
     QuantizationScheme,
@@ -526,7 +527,7 @@ def warn_cast(dtype: torch.dtype, before: torch.dtype | None) -> None:
         )
 
 
-# Workaround for loading packed zero points, which compressed-tensors does not pack on meta.
+# Loading by transformers: packed zero points, and a process group.
 #
 # transformers determines the shape of each tensor by compressing a model on the meta device. There
 # compressed-tensors packs the codes but not the zero points, so its own files do not fit; since
@@ -538,8 +539,12 @@ _lock = threading.RLock()
 
 
 @contextmanager
-def patch_packed_zero_points() -> Iterator[None]:
-    """Let ``from_pretrained`` load packed zero points, whatever the release, inside."""
+def loading_compressed() -> Iterator[None]:
+    """Let ``from_pretrained`` load compressed checkpoints inside, in this process alone.
+
+    Packed zero points are loaded whatever the release. In a process group compressed-tensors would
+    share the modules among all processes, and wait for those that load nothing.
+    """
     _lock.acquire()
     own = vars(PackedQuantizationCompressor)["compress"]
 
@@ -558,7 +563,8 @@ def patch_packed_zero_points() -> Iterator[None]:
 
     PackedQuantizationCompressor.compress = classmethod(compress)
     try:
-        yield
+        with as_single_threaded():
+            yield
     finally:
         PackedQuantizationCompressor.compress = own
         _lock.release()

@@ -28,7 +28,7 @@ from llmcompressor.checkpoint.load import (
     model_class,
 )
 from llmcompressor.checkpoint.manifest import module_kinds
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
 from llmcompressor.checkpoint.source import is_hub_id, quantization_method
 from llmcompressor.datasets.text import rendered_at
@@ -139,7 +139,7 @@ def load_maybe_quantized(place: str, args: ModelArguments) -> Any:
     try:
         config = AutoConfig.from_pretrained(place, **hub)
         loader = model_class(config, trust_remote_code=args.trust_remote_code_model)
-        with patch_packed_zero_points():
+        with loading_compressed():
             model, info = loader.from_pretrained(
                 place, config=config, dtype="auto", output_loading_info=True, **hub
             )
@@ -402,7 +402,7 @@ class _Run:
         if self.is_main:
             self._publish(folder)
         _broadcast(None)  # wait until it is published
-        with patch_packed_zero_points():
+        with loading_compressed():
             model = type(self.model).from_pretrained(self.task.output_dir, dtype="auto")
         return model.eval()  # type: ignore[no-any-return]  # as it came from the loader
 

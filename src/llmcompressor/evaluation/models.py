@@ -19,7 +19,7 @@ from llmcompressor.checkpoint.load import (
     load_pretrained,
     loading_error,
 )
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modeling.call_graph import model_dtype
 from llmcompressor.modeling.weights import embeddings
@@ -58,7 +58,7 @@ def load_for_evaluation(
         raise loading_error(name, error) from error
     check_not_encoder_decoder(config, name)
     check_quantization_declared(place)
-    with patch_packed_zero_points():
+    with loading_compressed():
         return load_pretrained(name, config, trust_remote_code=trust_remote_code, dtype=dtype)
 
 

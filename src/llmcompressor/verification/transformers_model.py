@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
+from compressed_tensors.offload import as_single_threaded
 from torch import Tensor
 
 from llmcompressor.transformers_internals import (
@@ -399,20 +399,6 @@ def refusal(config: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _as_one_process() -> Iterator[None]:
-    """Hide the process group from loaders: with one, loading is a collective of all processes.
-
-    Each process loads here for itself, and some of them may not load at all.
-    """
-    distributed: Any = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        yield
-        return
-    with patch.object(distributed, "is_initialized", lambda: False):
-        yield
-
-
-@contextmanager
 def quiet_compressors() -> Iterator[None]:
     """Silence what compressed-tensors logs of weights that have no data."""
     from loguru import logger  # noqa: PLC0415  # loaded with compressed-tensors
@@ -432,7 +418,7 @@ def load_headers(
 
     # a class's own way of loading may look for more than weights, and in other places
     load: Any = PreTrainedModel.from_pretrained
-    with quiet_transformers(), _as_one_process():
+    with quiet_transformers(), as_single_threaded():  # some processes may load nothing
         found: tuple[Any, Mapping[str, Any]] = load.__func__(
             kind,
             None,

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.logger import logger
 
 
@@ -281,7 +281,7 @@ PRUNED = [name for name, case in CASES.items() if "2:4" in case.recipe]
 @pytest.mark.parametrize("name", PRUNED, indirect=True)
 def test_pruned_weights_stay_pruned(outcome: Outcome) -> None:
     """In the weights that a reader decodes."""
-    with patch_packed_zero_points():
+    with loading_compressed():
         model = AutoModelForCausalLM.from_pretrained(outcome.folder, dtype=torch.float32)
     small.logits(model)  # the first forward unpacks
     mlps = [

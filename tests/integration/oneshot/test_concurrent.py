@@ -156,6 +156,13 @@ def test_from_folder_to_folder_one_process_works_for_all(pair, tmp_path, one_blo
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_what_one_process_reads_waits_for_no_other(pair, tmp_path):
+    process_pair.saved(str(tmp_path / "one"), FP8, parts=False, output=True)
+    alone = process_pair.read_by_one(str(tmp_path / "one"))
+    assert alone[0]
+    assert pair(process_pair.read_by_one, str(tmp_path / "one")) == [alone, None]
+
+
 @pytest.mark.parametrize("where", few(["arguments", "data", "weights", "output"], "data", "output"))
 def test_an_error_of_one_process_ends_all(pair, tmp_path, where):
     first, second = pair(process_pair.broken, str(tmp_path / "two"), where)

@@ -15,7 +15,7 @@ from tests.support import small_models as small
 from torch import Tensor
 
 from llmcompressor import oneshot, plan
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.errors import CheckpointError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import SpinQuantModifier
@@ -175,7 +175,7 @@ def test_earlier_quantization_stays_beside_that_of_a_second_run(
     warned.clear()
     model = oneshot(model=first, recipe=QuantizationModifier(**rest), output_dir=second)
     assert any("Quantized already: model.layers.0.self_attn.q_proj" in text for text in warned)
-    with patch_packed_zero_points():
+    with loading_compressed():
         packed = hf.AutoModelForCausalLM.from_pretrained(first, dtype="auto")
     oneshot(model=packed, recipe=QuantizationModifier(**rest), output_dir=tmp_path / "packed")
     name = "model.safetensors"
@@ -190,7 +190,7 @@ def test_earlier_quantization_stays_beside_that_of_a_second_run(
     formats = {group["format"] for group in settings["config_groups"].values()}
     assert {"float-quantized", "int-quantized"} <= formats
     assert settings["format"] == "mixed-precision"
-    with patch_packed_zero_points():
+    with loading_compressed():
         assert_reads_as(model, second)
     with pytest.raises(CheckpointError, match="already quantized"):
         plan(first, QuantizationModifier(**rest), measure=False)

@@ -13,7 +13,7 @@ from tests.support.thinned import thinned
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, reset_session, verify
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
@@ -116,7 +116,7 @@ def test_equal_codes_are_told_apart_in_one_way(
         recipe = modifier(config_groups=groups, ignore=["lm_head"])
         out = tmp_path / str(loaded)
         returned = run(tmp_path / "source", out, recipe, "independent", loaded=loaded)
-        with patch_packed_zero_points():
+        with loading_compressed():
             read = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
         assert torch.equal(small.logits(read), small.logits(returned))
         found = verify(out, reference=tmp_path / "source").findings

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.schemes.presets import PRESETS
 from llmcompressor.verification import Severity
@@ -281,7 +281,7 @@ def outcome(
 
 def read_by_the_package(folder: Path) -> dict[str, Any]:
     """What the reader finds, of a folder that transformers alone refuses."""
-    with patch_packed_zero_points():
+    with loading_compressed():
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     logits, decoded = _logits(model.eval())
     lists = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys")}

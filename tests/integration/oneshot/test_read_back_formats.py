@@ -21,7 +21,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.checkpoint.save import SaveOptions, save_checkpoint
 from llmcompressor.schemes.presets import preset_scheme
 
@@ -183,7 +183,7 @@ def _read_by_the_package(folder: Path, tokens: dict[str, Any]) -> dict[str, Any]
     assert refuses_packed_zero_points()
     tensors = load_file(folder / "model.safetensors")
     assert {one.dtype for own, one in tensors.items() if "zero_point" in own} == {torch.int32}
-    with patch_packed_zero_points():
+    with loading_compressed():
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     with torch.no_grad():
         logits = model.eval()(**tokens).logits

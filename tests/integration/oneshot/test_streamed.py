@@ -27,7 +27,7 @@ from transformers import (
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint.block_reader import BlockWeights
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.entrypoints import run as run_module
 from llmcompressor.errors import ArgumentError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -172,7 +172,7 @@ def test_the_files_are_those_of_a_run_in_memory(
 ) -> None:
     streamed, memory, model = both_ways(folders(name), recipe, tmp_path, monkeypatch)
     assert small.tree(streamed) == small.tree(memory)
-    with patch_packed_zero_points():
+    with loading_compressed():
         reader = AutoModelForCausalLM.from_pretrained(streamed, dtype="auto").eval()
     if name == "mixtral":
         reader.set_experts_implementation("eager")  # others sum in another order

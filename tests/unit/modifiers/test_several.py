@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.utils.data import DataLoader
 
 from llmcompressor import callbacks, create_session, oneshot
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import TargetError
 from llmcompressor.modifiers import awq as one_class
@@ -79,7 +79,7 @@ def test_a_checkpoint_is_compressed_as_a_model_is(tmp_path: Path) -> None:
         output_dir=tmp_path / "out",
     )
     model = tiny.run(tiny.llama(), *recipe())
-    with patch_packed_zero_points():
+    with loading_compressed():
         read = type(model).from_pretrained(tmp_path / "out")
     given = tiny.batches()
     assert torch.allclose(tiny.logits(read, given), tiny.logits(model, given), atol=1e-4)

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import (
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from llmcompressor import oneshot
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification.rules.transformers import one_row_unpacks
 
@@ -28,7 +28,7 @@ def test_the_place_of_packed_zero_points(bits: int, rows: int) -> None:
     before = vars(PackedQuantizationCompressor)["compress"]
     shapes = []
     for device in ("meta", "cpu"):
-        with torch.device(device), patch_packed_zero_points():
+        with torch.device(device), loading_compressed():
             linear = torch.nn.Linear(64, 45, bias=False)
             initialize_module_for_quantization(linear, scheme)
             for name, each in linear.named_parameters():
@@ -54,7 +54,7 @@ def test_zero_points_in_one_row_of_words(rows: int, tmp_path: Path, said: list[s
     begun = next(number for number, line in enumerate(said) if "pipeline" in line)
     assert (told >= 0) == fails
     assert told < begun
-    with patch_packed_zero_points():
+    with loading_compressed():
         read = LlamaForSequenceClassification.from_pretrained(tmp_path / "out")
     read.config.pad_token_id = 0
     tokens = torch.arange(4)[None]

@@ -14,7 +14,7 @@ from tests.support import tiny_llama as tiny
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.errors import RecipeError
 from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -74,7 +74,7 @@ def test_streamed_and_in_memory_are_the_same(scheme: str, tmp_path: Path) -> Non
     assert files[0].keys() == files[1].keys()
     assert all(torch.equal(tensor, files[1][key]) for key, tensor in files[0].items())
     assert verify(tmp_path / "a").ok
-    with patch_packed_zero_points():
+    with loading_compressed():
         read = AutoModelForCausalLM.from_pretrained(tmp_path / "a").eval()
     data = tiny.batches()
     assert torch.equal(tiny.logits(read, data), tiny.logits(streamed.eval(), data))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM
 
-from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.checkpoint.save import save_checkpoint
 from llmcompressor.core import EventType
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
@@ -157,7 +157,7 @@ def test_transformers_reads_the_same_logits(name: str, learned: bool, tmp_path: 
                 parameter.data = parameter.data.to(dtype)
         before = tiny.logits(model, data)
     save_checkpoint(model, tmp_path / "out")
-    with patch_packed_zero_points():
+    with loading_compressed():
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
     found = tiny.logits(again.eval(), data)
     assert float((found - before).norm() / before.norm()) < bound
