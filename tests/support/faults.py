@@ -696,6 +696,14 @@ def rotation_of_queries_and_keys(sample: Sample) -> None:
 
 
 @fault("S73", "R3")
+def matrices_of_queries_and_keys(sample: Sample) -> None:
+    """Left out it would change nothing, but vLLM refuses a tensor that it has no place for."""
+    _turned(sample)
+    for location in ("q_attn", "k_cache"):
+        sample.tensors[f"{LAYER}.self_attn.R3_{location}.weight"] = torch.eye(32).bfloat16()
+
+
+@fault("S73", "R3")
 def keys_are_turned_otherwise(sample: Sample) -> None:
     _turned(sample, inverse=True)
 

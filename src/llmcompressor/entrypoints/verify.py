@@ -110,8 +110,9 @@ _OF_VALUES = {"S27", "S72"}
 """Rules of servers that are about values: no recipe asks for breaking them."""
 _OF_STATES = {"L11"}
 """Rules of what transformers leaves as it is: all else of the checkpoint is read."""
-_OF_SOME_RELEASES = {"L9", "L10", "L11"}
-"""Rules of what is read by other releases of the same server: reason to warn, not to refuse."""
+_OF_SOME = {"L9", "L10", "L11", "S48", "S73"}
+"""Rules of what is read all the same by other releases of a server, by a device that is not known,
+or by compressed-tensors itself (R3): reason to warn, not to refuse."""
 _REMEDIES = {
     "L2": "Ignore these modules, take a scheme whose codes keep the name weight (W8A8, "
     "FP8_DYNAMIC), or serve it with vLLM."
@@ -250,7 +251,7 @@ def _refuse_unservable(ask: Callable[..., list[Finding]]) -> None:
     firsts = []
     for server in SERVERS:
         errors = _errors(ask(deployment=Deployment(server)))
-        found = [one for one in errors if one.rule not in _OF_SOME_RELEASES]
+        found = [one for one in errors if one.rule not in _OF_SOME]
         if not found:
             return
         firsts.append((server, found[0]))

@@ -56,6 +56,8 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+TURNING = {"rounded", "solved", "two passes"}
+"""Recipes that turn queries and keys (R3), which vLLM has no place for."""
 HELD = {"rounded", "solved", "some readers, observed"}
 """Recipes of which others have each part."""
 
@@ -92,7 +94,7 @@ def test_the_files_are_those_of_a_model_in_memory(
         assert one == other, name
     assert torch.equal(tiny.logits(returned, tiny.batches()), tiny.logits(whole, tiny.batches()))
     wrong = {one.rule for one in verify(tmp_path / "streamed").findings if one.severity == "error"}
-    assert wrong == (set() if is_served else {"S75"})
+    assert wrong == ({"S73"} if recipe in TURNING else set() if is_served else {"S75"})
     if not is_served:
         with pytest.raises(RecipeError, match="No server would serve"):
             compressed(str(source), recipe, tmp_path / "refused")

@@ -32,7 +32,7 @@ def test_the_base_is_good(
 ) -> None:
     reference = source if base not in MADE else None
     folder = good(base).write(tmp_path / "checkpoint")
-    report = verify(folder, reference, serve="vllm", tp=1)
+    report = verify(folder, reference, serve="vllm", tp=1, gpu="h100")
     bad = [finding for finding in report.findings if finding.severity is not Severity.NOTE]
     assert not bad
 

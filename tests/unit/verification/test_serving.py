@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_no_data_is_needed(
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"UNQUANTIZED"}))
 def test_good_headers_have_no_finding(preset: str, tmp_path: Path) -> None:
     sample = made(dense(), preset)
-    one = Deployment(server="vllm", tp=(1,))
+    one = Deployment(server="vllm", tp=(1,), gpu="h100" if preset == "W4AFP8" else None)
     found = check_serving(sample.config, sample.headers(tmp_path), deployment=one)
     said = [each.rule for each in found if each.severity is not Severity.NOTE]
     assert said == (["S21"] if preset.startswith("MXFP6") else [])
@@ -115,7 +116,7 @@ def test_limits_of_a_server_are_errors_where_it_is_asked_for(tmp_path: Path) -> 
         ("W8A8", "h100", set()),
         ("W8A8", "b200", {"S46"}),
         ("W4AFP8", "h100", set()),
-        ("W4AFP8", "sm100", {"S21"}),
+        ("W4AFP8", "sm100", {"S48"}),
         ("MXFP4", "sm80", set()),
         ("MXFP4", "sm75", {"S47"}),
         ("FP8", "sm89", set()),
@@ -129,6 +130,14 @@ def test_devices(preset: str, gpu: str, rules: set[str], tmp_path: Path) -> None
     deployment = Deployment(server="vllm", tp=(1,), gpu=gpu)
     found = check_serving(sample.config, sample.headers(tmp_path), deployment=deployment)
     assert {one.rule for one in found if one.severity is Severity.ERROR} == rules
+
+
+def test_a_scheme_of_one_device_is_refused_for_any_other(tmp_path: Path) -> None:
+    sample = made(dense(), "W4AFP8")
+    found = partial(severity, sample, tmp_path, "S48", tp=(1,))
+    assert found() == {Severity.WARNING}
+    assert found(server="vllm") == found(server="vllm", gpu="a100") == {Severity.ERROR}
+    assert found(server="vllm", gpu="sm90") == found(server="sglang") == set()
 
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True}

@@ -31,6 +31,7 @@ from llmcompressor.verification.transformers_model import module_classes
 
 NOTE, WARNING = Severity.NOTE, Severity.WARNING
 _OTHER_DEVICE = "Serve it on another device, or choose another scheme."
+_ON_SM90 = "Name the device if it is one (--gpu sm90); else choose another scheme."
 _FEWER = "Use fewer devices, or a group size that divides the shards."
 _ALIKE = "Quantize all experts of a layer alike, or none."
 _CALIBRATE = "Calibrate the cache anew."
@@ -54,7 +55,7 @@ def _modules(view: View) -> Iterator[Problem]:
 
 
 def _schemes(view: View) -> Iterator[Problem]:
-    """S21, S22, S34, S44 to S47: each group that vLLM gives to some module."""
+    """S21, S22, S34, S44 to S48: each group that vLLM gives to some module."""
     capability = view.deployment.capability
     for group in view.used:
         scheme = group.scheme
@@ -81,7 +82,8 @@ def _schemes(view: View) -> Iterator[Problem]:
 def _served(group: Group, row: Row) -> Iterator[Problem]:
     scheme = group.scheme
     if not row.name:
-        yield Problem("S21", group.name, f"{row.why(scheme)} It is {scheme}.", row.remedy)
+        rule = "S48" if served(scheme).name else "S21"  # another device takes it
+        yield Problem(rule, group.name, f"{row.why(scheme)} It is {scheme}.", row.remedy)
     elif scheme.outputs is not None and scheme.outputs.is_static and row.name != "WNA8O8Int":
         said = f"{row.name} takes no scales of outputs: they are unknown tensors."
         yield Problem("S21", group.name, said, "Leave outputs unquantized.")
@@ -213,13 +215,16 @@ def _is_meant(split: Split, share: _Share, is_expert: bool, merged: set[str]) ->
 
 def _small_integers_with_floats(view: View) -> Iterator[Problem]:
     """S48."""
-    is_known = view.deployment.capability is not None
-    severity = None if is_known else NOTE
+    capability, server = view.deployment.capability, view.deployment.server
+    severity = None if capability is not None else NOTE
     what = "4-bit integers with 8-bit float inputs"
-    groups = [one for one in view.used if served(one.scheme).name == "W4A8Fp8"]
+    used = [one for one in view.used if served(one.scheme, capability=capability).name]
+    groups = [one for one in used if served(one.scheme).name == "W4A8Fp8"]
     for group in groups:
-        if not is_known:
-            yield Problem("S48", group.name, f"{what} run on SM90 alone.", _OTHER_DEVICE, NOTE)
+        if capability is None:
+            said = f"{what} run on SM90 alone; on every other device vLLM has no scheme for them."
+            of_any = None if server == "vllm" else WARNING
+            yield Problem("S48", group.name, said, _ON_SM90, of_any)
         if view.dtype != "bfloat16":
             said = f"{what} give bfloat16, not {view.dtype}."
             yield Problem("S48", group.name, said, "Serve it in bfloat16.", severity)
@@ -227,8 +232,8 @@ def _small_integers_with_floats(view: View) -> Iterator[Problem]:
         rows, columns = share.size("rows"), share.size("columns")
         if share.scheme in [group.scheme for group in groups] and (rows % 128 or columns % 128):
             said = f"Split over {share.parts} devices it is {rows} by {columns}; the kernel takes "
-            severity = view.deployment.tp_severity(share.parts) if is_known else NOTE
-            yield Problem("S48", share.entry.name, f"{said}multiples of 128.", _FEWER, severity)
+            of_size = view.deployment.tp_severity(share.parts) if capability is not None else NOTE
+            yield Problem("S48", share.entry.name, f"{said}multiples of 128.", _FEWER, of_size)
 
 
 def _device(view: View) -> Iterator[Problem]:
@@ -643,6 +648,10 @@ def _transform_limits(view: View) -> Iterator[Problem]:
         nothing = "That changes nothing: both are turned alike, and keys are not quantized."
         said = f"{said}, silently: {why}." if why else f"{said}. {nothing}"
         yield Problem("S73", name, said, _LEAVE_OUT, None if why else NOTE)
+        places = tuple(f".{name}_{location}.weight" for location in _CACHED)
+        if held := [each for each in view.headers if each.endswith(places)]:
+            said = f"Its matrices ({joined(held, 1)}) are stored where vLLM has no place for any."
+            yield Problem("S73", name, said, _LEAVE_OUT)
     if online := in_the_forward(view):
         yield Problem(
             "G5",
