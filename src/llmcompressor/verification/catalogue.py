@@ -90,7 +90,7 @@ S30 | vllm | error | small tensors | joined modules share global scales
 S32 | vllm | error | small tensors | joined modules share static INT8 inputs
 S33 | vllm | error | small tensors | scales fit float16
 S34 | vllm | note | configuration | blocks are 128 by 128
-S36 | vllm | error | headers | blocks fit shards that are joined on disk
+S36 | vllm | error | headers | tensors fit the rows that are joined on disk or reordered
 S38 | vllm | error | headers | dtypes are those of the scheme
 S39 | vllm | error | deployment | shards hold whole groups
 S40 | vllm | error | deployment | shards end at whole words

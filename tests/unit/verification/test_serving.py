@@ -140,6 +140,48 @@ def test_a_scheme_of_one_device_is_refused_for_any_other(tmp_path: Path) -> None
     assert found(server="vllm", gpu="sm90") == found(server="sglang") == set()
 
 
+JOINED = {"transformer.h.0.self_attention.query_key_value": (3 * HIDDEN, HIDDEN)}
+QUERIES = dense() | {"model.layers.0.self_attn.q_proj": (2 * HIDDEN, HIDDEN)}
+REORDERED = {
+    "bloom": (JOINED, {"n_head": 4}, {"W4A16", "W4A16_ASYM", "FP8", "FP8_BLOCK", "NVFP4A16"}),
+    "falcon": (
+        JOINED,
+        {"num_attention_heads": 4, "num_kv_heads": 4, "new_decoder_architecture": True},
+        {"FP8_BLOCK"},
+    ),
+    "llama4_text": (QUERIES, {}, {"W4A16_ASYM", "FP8_BLOCK"}),
+    "llama": (dense(), {}, set()),
+}
+"""Family whose rows vLLM reorders → modules, settings, and the presets whose tensors do not follow."""
+
+
+@pytest.mark.parametrize("family", REORDERED)
+def test_what_does_not_follow_reordered_rows(family: str, tmp_path: Path) -> None:
+    shapes, settings, refused = REORDERED[family]
+    found = set()
+    presets = ("W4A16", "W4A16_ASYM", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16")
+    for preset in presets:
+        sample = made(shapes, preset, model_type=family, **settings)
+        if severity(sample, tmp_path, "S36", server="vllm") == {Severity.ERROR}:
+            found.add(preset)
+    assert found == refused
+
+
+@pytest.mark.parametrize("holder", ["q_proj", "v_proj"])
+@pytest.mark.parametrize("location", ["input", "output"])
+@pytest.mark.parametrize("kind", ["hadamard", "random-hadamard"])
+def test_rotations_of_reordered_rows(holder: str, location: str, kind: str, tmp_path: Path) -> None:
+    """vLLM makes Hadamard matrices by itself, and one module may hold a matrix for all."""
+    sample = made(dense(), model_type="llama4_text")
+    one = {"targets": ["re:.*self_attn.[qkv]_proj$"], "location": location}
+    group = {"type": kind, "apply": [one]}
+    sample.settings["transform_config"] = {"config_groups": {"v": group}}
+    name = f"model.layers.0.self_attn.{holder}.v_{location}.weight"
+    sample.tensors[name] = torch.eye(HIDDEN).bfloat16()
+    is_wrong = location == "output" or (holder == "q_proj" and kind != "hadamard")
+    assert severity(sample, tmp_path, "S74") == ({Severity.ERROR} if is_wrong else set())
+
+
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True}
 FP8_STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 GROUPS = {**INT4, "strategy": "group", "group_size": 64}

@@ -8,7 +8,8 @@ Rows of :data:`NOTES` say what vLLM does with a scheme that it takes (:func:`not
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Any, TypeAlias
@@ -674,3 +675,66 @@ SPLITS = tuple(
     )
 )
 """What shares of Linears have to hold (S39 to S42, S64, S65)."""
+
+
+@dataclass(frozen=True)
+class Reordering:
+    """Modules whose rows a class of vLLM puts into another order as it loads them (S36).
+
+    Attributes:
+        types: the values of ``model_type`` in ``config.json``.
+        modules: a pattern of their own names.
+        parts: settings of the language model → into how many parts the rows are cut, each of which
+            stays as it is; 0 where every row moves by itself.
+        tensors: a pattern of the own names of the tensors that are reordered; all if empty, also
+            those that are no rows and single numbers.
+        cells: so is the scale of a single block.
+    """
+
+    types: frozenset[str]
+    modules: str
+    parts: Callable[[Mapping[str, Any]], int]
+    tensors: str = ""
+    cells: bool = True
+
+    def is_torn(self, own: str, shape: tuple[int, ...], rows: int, parts: int) -> bool:
+        """True if a tensor of a module with ``rows`` does not follow them.
+
+        >>> one = Reordering(frozenset(), "", lambda _: 12)
+        >>> one.is_torn("weight_scale", (96, 1), 96, 12), one.is_torn("weight_shape", (2,), 96, 12)
+        (False, True)
+        """
+        first = shape[0] if shape else 0
+        is_number = set(shape) <= {1} and not (self.cells and len(shape) > 1)
+        if self.tensors and (is_number or re.fullmatch(self.tensors, own) is None):
+            return own == "weight_zero_point" and first > 1  # its rows stay where they are
+        return not first or first % (parts or rows) > 0 or rows % first > 0
+
+
+def _heads(settings: Mapping[str, Any], *keys: str) -> int:
+    found = (settings.get(key) for key in (*keys, "num_attention_heads", "n_head"))
+    return next((one for one in found if isinstance(one, int) and one), 1)
+
+
+def _of_falcon(settings: Mapping[str, Any]) -> int:
+    """Parts of a Falcon: the queries, the key and the value of each head of keys."""
+    heads = _heads(settings)
+    keys = _heads(settings, "num_kv_heads", "n_head_kv")
+    if not settings.get("new_decoder_architecture"):
+        keys = 1 if settings.get("multi_query", True) else heads
+    return keys * (heads // keys + 2)
+
+
+_ROWS = r"weight(?:_packed|_scale)?"
+REORDERINGS = (
+    Reordering(frozenset({"bloom"}), "query_key_value", lambda one: 3 * _heads(one)),
+    Reordering(frozenset({"new", "gte"}), "up_gate_proj", lambda _: 2),
+    Reordering(
+        frozenset({"falcon", "RefinedWeb", "RefinedWebModel"}),
+        "query_key_value",
+        _of_falcon,
+        rf"{_ROWS}|weight_zero_point",
+    ),
+    Reordering(frozenset({"llama4", "llama4_text"}), "[qk]_proj", lambda _: 0, _ROWS, cells=False),
+)
+"""What vLLM 0.32 reorders."""

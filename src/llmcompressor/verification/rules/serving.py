@@ -689,6 +689,16 @@ def _online(view: View, one: _Transform) -> Iterator[Problem]:
         said = f"It is online on {joined(lost)}, where it is silently not applied."
         remedy = "Fuse it into the weights, or leave these modules out."
         yield Problem("S74", one.name, said, remedy)
+    own = f"{one.name}_{one.location}.weight"
+    of_rows = [entry.name for entry in one.reached if view.reordering(entry) is not None]
+    if one.location == "input":  # the matrix, which one module may hold for all
+        is_made = one.scheme.get("type") == "hadamard"  # by vLLM, whatever is stored
+        held = [] if is_made else [name for name in of_rows if f"{name}.{own}" in view.headers]
+        of_rows = held
+    if of_rows:
+        said = f"It is online on {joined(of_rows)}, whose rows vLLM reorders, and those of its "
+        remedy = "Leave these modules, and those that are joined with them, out."
+        yield Problem("S74", one.name, f"{said}matrix with them: outputs are noise.", remedy)
     if biased := [entry.name for entry in one.reached if "bias" in entry.own]:
         said = f"It is online on {joined(biased)}, which have a bias."
         yield Problem("S75", one.name, said, "Leave these modules out.")
@@ -698,7 +708,6 @@ def _online(view: View, one: _Transform) -> Iterator[Problem]:
             said = f"Only some of its shards have the input transform {one.name}."
             yield Problem("S75", path, said, "Transform the input of all of them.")
     size = one.scheme.get("head_dim") or one.scheme.get("block_size")
-    own = f"{one.name}_{one.location}.weight"
     stored = [(entry, view.headers.get(f"{entry.name}.{own}")) for entry in one.reached]
     widths = [size or _channels(view, entry, one.location) for entry in one.reached]
     # modules with one matrix share it, so that one of them may hold it for all

@@ -223,6 +223,24 @@ def _shards(view: View) -> Iterator[Problem]:
                 yield Problem("S36", entry.name, said, remedy)
 
 
+def _reordered(view: View) -> Iterator[Problem]:
+    """S36: tensors of modules whose rows vLLM reorders."""
+    for entry in view.quantized:
+        order, rows = view.reordering(entry), entry.rows or 0
+        if order is None:
+            continue
+        parts = order.parts(view.text)
+        torn = [
+            f"{own} {list(info.shape)}"
+            for own, info in entry.own.items()
+            if own != "bias" and order.is_torn(own, info.shape, rows, parts)
+        ]
+        if torn:
+            said = f"vLLM reorders its {rows} rows as it loads them, and {joined(torn)} cannot "
+            remedy = "Ignore it, or take 8 bits with a scale for each row (FP8_DYNAMIC, W8A8)."
+            yield Problem("S36", entry.name, f"{said}follow.", remedy)
+
+
 _CLOSE = 1e-5
 
 
@@ -506,6 +524,7 @@ STRUCTURE = (
     _schemes,
     _orders,
     _shards,
+    _reordered,
     _shared_values,
     _small_values,
     _tensors,
