@@ -152,7 +152,7 @@ REORDERED = {
     "llama4_text": (QUERIES, {}, {"W4A16_ASYM", "FP8_BLOCK"}),
     "llama": (dense(), {}, set()),
 }
-"""Family whose rows vLLM reorders → modules, settings, and the presets whose tensors do not follow."""
+"""Family whose rows vLLM reorders → modules, settings, presets whose tensors do not follow."""
 
 
 @pytest.mark.parametrize("family", REORDERED)
