@@ -690,11 +690,14 @@ def _online(view: View, one: _Transform) -> Iterator[Problem]:
         remedy = "Fuse it into the weights, or leave these modules out."
         yield Problem("S74", one.name, said, remedy)
     own = f"{one.name}_{one.location}.weight"
-    of_rows = [entry.name for entry in one.reached if view.reordering(entry) is not None]
-    if one.location == "input":  # the matrix, which one module may hold for all
-        is_made = one.scheme.get("type") == "hadamard"  # by vLLM, whatever is stored
-        held = [] if is_made else [name for name in of_rows if f"{name}.{own}" in view.headers]
-        of_rows = held
+    is_input = one.location == "input"
+    is_made = is_input and one.scheme.get("type") == "hadamard"  # by vLLM, whatever is stored
+    of_rows = [  # of inputs one module may hold the matrix for all
+        entry.name
+        for entry in one.reached
+        if view.reordering(entry) is not None and not is_made
+        if not is_input or f"{entry.name}.{own}" in view.headers
+    ]
     if of_rows:
         said = f"It is online on {joined(of_rows)}, whose rows vLLM reorders, and those of its "
         remedy = "Leave these modules, and those that are joined with them, out."
@@ -703,7 +706,7 @@ def _online(view: View, one: _Transform) -> Iterator[Problem]:
         said = f"It is online on {joined(biased)}, which have a bias."
         yield Problem("S75", one.name, said, "Leave these modules out.")
     names = {entry.name for entry in one.reached}
-    for path, shards in view.joined.items() if one.location == "input" else ():
+    for path, shards in view.joined.items() if is_input else ():
         if 0 < sum(shard.name in names for shard in shards) < len(shards):
             said = f"Only some of its shards have the input transform {one.name}."
             yield Problem("S75", path, said, "Transform the input of all of them.")
