@@ -716,15 +716,6 @@ def _heads(settings: Mapping[str, Any], *keys: str) -> int:
     return next((one for one in found if isinstance(one, int) and one), 1)
 
 
-def _of_falcon(settings: Mapping[str, Any]) -> int:
-    """Parts of a Falcon: the queries, the key and the value of each head of keys."""
-    heads = _heads(settings)
-    keys = _heads(settings, "num_kv_heads", "n_head_kv")
-    if not settings.get("new_decoder_architecture"):
-        keys = 1 if settings.get("multi_query", True) else heads
-    return keys * (heads // keys + 2)
-
-
 _ROWS = r"weight(?:_packed|_scale)?"
 REORDERINGS = (
     Reordering(frozenset({"bloom"}), "query_key_value", lambda one: 3 * _heads(one)),
@@ -732,7 +723,17 @@ REORDERINGS = (
     Reordering(
         frozenset({"falcon", "RefinedWeb", "RefinedWebModel"}),
         "query_key_value",
-        _of_falcon,
+        lambda one: (
+            _heads(one)
+            + 2
+            * (
+                _heads(one, "num_kv_heads")
+                if one.get("new_decoder_architecture")
+                else 1
+                if one.get("multi_query", True)
+                else _heads(one)
+            )
+        ),
         rf"{_ROWS}|weight_zero_point",
     ),
     Reordering(frozenset({"llama4", "llama4_text"}), "[qk]_proj", lambda _: 0, _ROWS, cells=False),

@@ -209,16 +209,11 @@ class View:
         places = ("input", "output", "q_attn", "k_cache")
         return frozenset(f"{name}_{place}" for name in names for place in places)
 
-    @cached_property
-    def _reordering(self) -> Reordering | None:
-        types = {str(each.get("model_type")) for each in (self.config, self.text)}
-        return next((one for one in REORDERINGS if types & one.types), None)
-
     def reordering(self, entry: Entry) -> Reordering | None:
         """How vLLM reorders the rows of a module as it loads them; ``None`` if it does not."""
-        one = self._reordering
-        is_meant = one is not None and re.fullmatch(one.modules, entry.last)
-        return one if is_meant and not _TOWER.match(entry.name) else None
+        types = {str(each.get("model_type")) for each in (self.config, self.text)}
+        own = [one for one in REORDERINGS if types & one.types and not _TOWER.match(entry.name)]
+        return next((one for one in own if re.fullmatch(one.modules, entry.last)), None)
 
     @cached_property
     def quantized(self) -> list[Entry]:
