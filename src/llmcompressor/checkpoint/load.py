@@ -67,6 +67,8 @@ from llmcompressor.modeling.weights import first_nonfinite, untie_embeddings
 from llmcompressor.runtime.memory import free_host_memory
 from llmcompressor.runtime.progress import format_bytes, join_names
 from llmcompressor.transformers_internals import auto_mapping
+from llmcompressor.verification.scheme import NAME_METHOD
+from llmcompressor.verification.transformers_model import unread_method
 
 LOADING_FAILURES = (
     EOFError,
@@ -260,13 +262,21 @@ def check_no_peft_adapters(model: Module) -> None:
 
 
 def check_quantization_declared(place: str | os.PathLike[str], **hub: Any) -> None:
-    """Refuse (CheckpointError) a model whose ``config.json`` does not declare quantized weights.
+    """Refuse (CheckpointError) a model whose quantization transformers would pass over.
 
-    ``place`` is a folder, or an id whose files are in the hub's cache; anything else passes.
+    ``config.json`` declares none, or a method that transformers does not know. ``place`` is a
+    folder, or an id whose files are in the hub's cache; anything else passes.
     """
     source = whole_source(local_directory(place, **hub))
-    if source is not None and quantization_method(source.config) is None:
+    if source is None:
+        return
+    settings = quantization_settings(source.config)
+    if quantization_method(source.config) is None:
         check_dense(source.tensors)
+    elif next(code_tensors(source.tensors), None) and (said := unread_method(settings)):
+        is_ours = is_compressed_tensors(settings.get("quant_method"))
+        remedy = NAME_METHOD if is_ours else "Take a checkpoint that transformers reads."
+        raise CheckpointError(f"The model {place} cannot be loaded: {said}", remedy)
 
 
 def check_model_declared(model: Module) -> None:

@@ -147,9 +147,9 @@ def load_maybe_quantized(place: str, args: ModelArguments) -> Any:
         if isinstance(error, CheckpointError | torch.OutOfMemoryError):
             raise
         raise loading_error(place, error) from error
+    check_quantization_declared(place, cache_dir=args.cache_dir)
     if quantization_method(config.to_dict()) is None:
         check_complete(place, info)
-        check_quantization_declared(place, cache_dir=args.cache_dir)
     return model
 
 

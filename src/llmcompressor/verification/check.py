@@ -93,8 +93,14 @@ def _verify(
     kinds: Mapping[str, str] | None,
 ) -> VerificationReport:
     headers = {name: info for name, info in files.headers.items() if name not in files.broken}
-    view = View(files.config, headers, files.read, deployment, kinds)
-    findings = [*files.findings, *check_view(view), *check_tie(files), *check_static(files)]
+    beside = [path.name for path in files.directory.iterdir()]
+    view = View(files.config, headers, files.read, deployment, kinds, beside)
+    findings = [*files.findings, *check_view(view)]
+    if view.is_foreign:
+        findings += [] if original is None else [_not_compared(view.method)]
+        original = None
+    else:
+        findings += [*check_tie(files), *check_static(files)]
     done = list(_read_all(files, view, original, workers))
     for one in done:
         findings += one.findings
@@ -113,6 +119,12 @@ def _verify(
         work=original.work.value if original is not None else "",
         errors=tuple(one.error for one in done if one.error is not None),
     )
+
+
+def _not_compared(method: str) -> Finding:
+    said = f"It is quantized by {method}: nothing was compared with the original."
+    remedy = "Measure it beside the original with evaluate, where transformers reads it."
+    return Finding("R1", "", said, remedy, Severity.WARNING)
 
 
 _OF_CLASS = ("S70", "C2")
@@ -197,7 +209,8 @@ def _read(
     files: Files, view: View, original: Reference | None, entry: Entry, scheme: Scheme | None
 ) -> _Done:
     done = _Done()
-    if entry.is_quantized:
+    is_ours = entry.is_quantized and not view.is_foreign
+    if is_ours:
         done.findings += [
             one
             for one in check_scales(files, entry)
@@ -215,12 +228,17 @@ def _read(
         elif original is not None:
             # what cannot be decoded has findings already; its original is accounted for
             done.used |= original.account(f"{entry.name}.weight", (entry.rows or 0, 0))
+    kept = view.kept_scales(entry) if original is not None else set()
+    unpacked = _codes(files, view, entry, scheme or view.written(entry)) if kept else None
+    if original is not None and unpacked is not None:
+        told, done.error = original.compare_codes(unpacked, done.used)
+        done.findings += told
     for own in entry.own:
         name = f"{entry.name}.{own}" if entry.name else own
-        if entry.is_quantized and own != "bias":
+        if is_ours and own != "bias":
             continue
         found = list(check_plain(files, name, may_be_zero=not _says_something(view, entry, own)))
-        if original is not None:
+        if original is not None and not (unpacked is not None and own == "weight"):
             compared = original.compare_plain(name, done.used)
             # zeros that the original has too are meant; those that it has not are an error
             found = [
@@ -252,6 +270,7 @@ def _codes(files: Files, view: View, entry: Entry, scheme: Scheme | None) -> Cod
         for own, wanted in expected_tensors(scheme, entry.rows, columns).items()
         if own.startswith("weight")
     }
-    if any(what != "extra" for _, what, _ in misfits(entry.own, needed)):
+    is_whole = all(what == "extra" for _, what, _ in misfits(entry.own, needed))
+    if not is_whole and not view.kept_scales(entry):
         return None
     return codes_of(files, entry, scheme, columns)

@@ -315,6 +315,11 @@ class Codes:
         return self.scheme.weights
 
     @property
+    def is_unpacked(self) -> bool:
+        """True if the weight is stored as it is decoded, beside its scales."""
+        return self.entry.form == "dense"
+
+    @property
     def stored(self) -> str:
         """The own name of the tensor with the codes."""
         return "weight_packed" if "weight_packed" in self.entry.own else "weight"
@@ -365,13 +370,18 @@ class Codes:
         for start, stop in self.spans(CHUNK):
             units = self._units(start, stop).reshape(stop - start, cells, size)
             zero = None
-            if points is not None:
+            if self.is_unpacked:
+                spread = self._spread(factors, start, stop)
+                units = torch.where(spread == 0, 0, units / spread)
+            elif points is not None:
                 zero = self._spread(points, start, stop).float()
                 units -= zero
             yield Part(start, units, self._spread(factors, start, stop), zero)
 
     def _units(self, start: int, stop: int) -> Tensor:
         """The codes as float32 [rows, columns]."""
+        if self.is_unpacked:
+            return self.raw(start, stop).float()
         if self.args.kind == "int":
             return self.integers(start, stop).float()
         raw = self.raw(start, stop)

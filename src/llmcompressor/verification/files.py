@@ -32,6 +32,12 @@ _ADAPTER = "adapter_config.json"
 """What PEFT writes instead of a configuration."""
 _OTHER_FORMAT = re.compile(r"(?:consolidated|adapter_model)\b")
 """Files with names of their own for what they hold: Mistral's, and adapters."""
+_OTHER_FILES = {
+    ".gguf": "of llama.cpp and its kin, of which nothing is checked here",
+    ".bin": "of torch: save_pretrained writes safetensors",
+    ".pth": "of torch: save_pretrained writes safetensors",
+    ".onnx": "of ONNX, of which nothing is checked here",
+}
 _MOST_HEADER = 100 << 20
 _DAMAGED = "Copy the file again, or compress the model anew."
 
@@ -176,7 +182,8 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Files:
     shards = sorted(folder.glob("*.safetensors"))
     if not shards and not (folder / CONFIG).exists():
         raise CheckpointError(
-            f"The folder {directory} holds no model.", "Give a folder with config.json and weights."
+            f"The folder {directory} holds no model{_beside(folder)}.",
+            "Give a folder with config.json and weights in safetensors.",
         )
     if not (folder / CONFIG).exists() and (folder / _ADAPTER).exists():
         raise CheckpointError(
@@ -329,9 +336,16 @@ def _check_left_over(
             files.say("F7", name, f"It is in {len(where)} shards: {', '.join(sorted(where))}.")
 
 
+def _beside(folder: Path) -> str:
+    """What a folder without safetensors files holds instead, for a message."""
+    found = [path.name for path in sorted(folder.iterdir()) if path.suffix in _OTHER_FILES]
+    return f" but {found[0]} ({_OTHER_FILES[Path(found[0]).suffix]})" if found else ""
+
+
 def _without_index(files: Files, headers: Mapping[str, Mapping[str, Place]]) -> None:
     if not headers:
-        files.say("F3", SINGLE, "The folder holds no safetensors file.")
+        said = f"The folder holds no safetensors file{_beside(files.directory)}."
+        files.say("F3", SINGLE, said, "Give the folder of the model that was saved as safetensors.")
     elif SINGLE not in headers and len(headers) > 1:
         files.say("F2", INDEX, "There are several shards and no index.")
     for file in headers:

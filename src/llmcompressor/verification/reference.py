@@ -263,7 +263,7 @@ class Reference:
             )
             original = theirs.float().reshape(part.units.shape)
             close.add(part, original)
-            if self.work is Work.NEAREST:
+            if self.work is Work.NEAREST and not codes.is_unpacked:
                 rounded = original if dtype is None else original.to(dtype).float()
                 close.bound(part, rounded, unit, least)
 

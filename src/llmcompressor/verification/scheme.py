@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llmcompressor.verification.facts import TensorInfo
 from llmcompressor.verification.modules import CROSS, EXPERT, Entry, Family, served_name
 
 FORMATS = (
@@ -134,6 +135,66 @@ def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
             found: Mapping[str, Any] = holder[key]
             return found
     return None
+
+
+OURS = "compressed-tensors"
+"""The method of which the rules are."""
+NAME_METHOD = 'Set quant_method to "compressed-tensors".'
+_UNNAMED = "a method that it does not name"
+_NARROW = re.compile(r"[IU](?:8|32)|F[48].*")
+_SIGNS = {
+    "bitsandbytes": r".*\.(?:weight\.(?:absmax|quant_map|quant_state\..+)|SCB)",
+    "GPTQ": r".*\.g_idx",
+    "AWQ or GPTQ": r".*\.(?:qweight|qzeros)",
+    "MLX": r".*\.biases",
+    "ModelOpt": r".*\.weight_scale_2",
+    "FP8 in blocks": r".*\.weight_scale_inv",
+    "MXFP4 as in gpt-oss": r".*_blocks",
+    "HQQ": r".*\.W_q",
+    "EXL2 or EXL3": r".*\.(?:q_weight|trellis)",
+}
+"""Method → names of tensors that it alone has."""
+_SIDE_FILES = {
+    "hf_quant_config.json": "ModelOpt",
+    "quantize_config.json": "GPTQ",
+    "quant_config.json": "AWQ",
+}
+"""File beside ``config.json`` → the method that it tells of."""
+
+
+def method_of(
+    config: Mapping[str, Any], headers: Mapping[str, TensorInfo], beside: Collection[str] = ()
+) -> str:
+    """The method that a checkpoint is quantized by: :data:`OURS`, another's name, or nothing.
+
+    Args:
+        config: the content of ``config.json``.
+        headers: tensor name → dtype and shape.
+        beside: names of the files in its folder.
+
+    >>> words = {"up.weight": TensorInfo("U32", (4, 8)), "up.biases": TensorInfo("F16", (4, 1))}
+    >>> method_of({"quantization": {"bits": 4}}, words)
+    'MLX'
+    """
+    settings = settings_of(config) or {}
+    named = str(settings.get("quant_method") or "")
+    of_ours = isinstance(settings.get("config_groups"), Mapping) and settings.keys() & {
+        *("format", "quantization_status")
+    }
+    if named.lower().replace("_", "-") == OURS or of_ours:
+        return OURS
+    if any(name.endswith(".weight_packed") for name in headers):
+        return OURS if settings else ""
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return "bitsandbytes"
+    if named:
+        return named
+    coded = any(len(one.shape) > 1 and _NARROW.fullmatch(one.dtype) for one in headers.values())
+    for method, sign in _SIGNS.items() if coded or settings else ():
+        if any(map(re.compile(sign).fullmatch, headers)):
+            return method
+    told = (_SIDE_FILES[name] for name in _SIDE_FILES if name in beside and coded)
+    return _UNNAMED if settings else next(told, "")
 
 
 def _number(value: Any, default: int) -> int:

@@ -245,6 +245,22 @@ def is_known_type(config: Mapping[str, Any]) -> bool:
     return bool(config.get("auto_map")) or config.get("model_type") in CONFIG_MAPPING
 
 
+def unread_method(settings: Mapping[str, Any]) -> str:
+    """Why transformers does not read the method of a ``quantization_config``; empty if it does."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # noqa: PLC0415
+
+    named, codes = settings.get("quant_method"), "takes codes for weights, or random ones for them"
+    if not settings:
+        return f"config.json does not say that it is quantized: transformers {codes}."
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return ""
+    if named is None:
+        return "transformers refuses a quantization_config without quant_method."
+    if named not in [*AUTO_QUANTIZATION_CONFIG_MAPPING]:  # of whatever type it is
+        return f"transformers knows no quant_method {named!r}, passes over it, and {codes}."
+    return ""
+
+
 def _takes(kind: Any, settings: Any) -> bool:
     """True if a class is one of those that transformers makes of a configuration.
 

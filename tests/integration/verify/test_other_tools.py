@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from tests.support.checkpoint_samples import Sample
@@ -60,3 +61,27 @@ def test_a_second_run_keeps_negative_scales(good: Callable[[str], Sample], tmp_p
     assert "lm_head.weight_packed" in again.tensors
     same = [name for name in sample.tensors if name.endswith("_proj.weight_packed")]
     assert all(torch.equal(again.tensors[name], sample.tensors[name]) for name in same)
+
+
+@pytest.mark.parametrize("base", ["W4A16", "FP8_DYNAMIC"])
+def test_what_transformers_saves_after_a_forward_is_for_transformers(
+    base: str, good: Callable[[str], Sample], source: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(good(base).write(tmp_path / "packed"))
+    before = model(TOKENS).logits
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(tmp_path / "again"), before)
+    report = verify(tmp_path / "again", source, serve="transformers")
+    assert report.ok
+    assert len(report.errors) == 14, "weights are compared by their scales"
+    for server, rule in (("vllm", "S23"), ("sglang", "G2")):
+        found = verify(tmp_path / "again", serve=server, tp=1).findings
+        told = [one for one in found if one.severity is Severity.ERROR]
+        assert [(one.rule, one.module) for one in told] == [(rule, "quantization_config")]
+        assert "14 modules" in told[0].message
+    sample = Sample.read(tmp_path / "again")
+    weight = sample.tensors["model.layers.0.mlp.up_proj.weight"]
+    weight.copy_(torch.randn(weight.shape) * weight.std())
+    noise = verify(sample.write(tmp_path / "noise"), source, serve="transformers").findings
+    errors = [(one.rule, one.module) for one in noise if one.severity is Severity.ERROR]
+    assert errors == [("R3", "model.layers.0.mlp.up_proj")]

@@ -9,7 +9,7 @@ from typing import Any
 from llmcompressor.verification.catalogue import RULES
 from llmcompressor.verification.facts import Deployment, Finding, Severity, TensorInfo, Tensors
 from llmcompressor.verification.rules.serving import SERVING
-from llmcompressor.verification.rules.structure import STRUCTURE
+from llmcompressor.verification.rules.structure import FOREIGN, STRUCTURE
 from llmcompressor.verification.rules.transformers import LOADING
 from llmcompressor.verification.rules.view import Problem, View
 
@@ -49,6 +49,7 @@ def check_view(view: View) -> list[Finding]:
     """As :func:`check_serving`, for a view that has been made."""
     checks = [*STRUCTURE, *SERVING]
     checks += LOADING if view.deployment.concerns("transformers") else ()
+    checks = [*FOREIGN] if view.is_foreign else checks
     problems = (problem for check in checks for problem in check(view))
     found = _findings(view, problems)
     return sorted(found, key=lambda finding: _ORDER.index(finding.rule))

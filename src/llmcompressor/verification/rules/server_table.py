@@ -603,6 +603,16 @@ LIMITS: tuple[Limit, ...] = (
         "Add it to ignore.",
     ),
     Limit(
+        "G2",
+        {
+            **{"kind": "linear", "coded": False, "plain": False, "expert": False},
+            **{"mixed": False, "selected_by_sglang": True},
+        },
+        "The configuration quantizes it, and the file holds a plain weight: SGLang serves "
+        "uninitialized memory, or codes that are none.",
+        _ADD,
+    ),
+    Limit(
         "G4",
         {"kind": "embedding", "coded": True},
         "SGLang skips the codes of embeddings and serves uninitialized memory.",

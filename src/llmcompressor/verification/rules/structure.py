@@ -13,16 +13,23 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from llmcompressor.verification.expected import expected_tensors, is_decodable, scale_shape
+from llmcompressor.verification.expected import is_decodable, scale_shape
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.modules import Entry, class_names
 from llmcompressor.verification.rules.view import Problem, View, joined
-from llmcompressor.verification.scheme import ACTIVATION_FORMATS, FORMATS, compiled
+from llmcompressor.verification.scheme import (
+    ACTIVATION_FORMATS,
+    FORMATS,
+    NAME_METHOD,
+    OURS,
+    compiled,
+)
 from llmcompressor.verification.transformers_model import (
     Built,
     is_known_type,
     readings_of_both,
     refusal,
+    unread_method,
 )
 
 _ARGUMENTS = (
@@ -49,7 +56,6 @@ def _groups(view: View) -> Iterator[tuple[str, Any]]:
 def _head(view: View) -> Iterator[Problem]:
     """S1, S4, S5, T2: what stands beside the groups."""
     found, place = view.config.get("quantization_config"), "quantization_config"
-    method = str(view.settings.get("quant_method") or "")
     if found and not isinstance(found, Mapping):
         said = f"It is {found!r}, and no object that says how the model is quantized."
         yield Problem("S1", place, said, "Remove it if the weights are plain; else write it anew.")
@@ -57,9 +63,12 @@ def _head(view: View) -> Iterator[Problem]:
         names = joined(entry.name for entry in view.quantized)
         said = f"The configuration does not say that {names} are quantized."
         yield Problem("S1", place, said, "Write the quantization_config into config.json.")
-    elif view.settings and not view.is_compressed_tensors:
-        said = f"Its quant_method is {method!r}, not 'compressed-tensors'."
-        yield Problem("S1", place, said, 'Set quant_method to "compressed-tensors".')
+    elif view.settings and not view.named:
+        said = "It names no quant_method: vLLM takes the model for a plain one, others refuse it."
+        yield Problem("S1", place, said, NAME_METHOD)
+    elif view.settings and view.named.lower().replace("_", "-") != OURS:
+        said = f"Its quant_method is {view.named!r}, and what it says is compressed-tensors'."
+        yield Problem("S1", place, said, NAME_METHOD)
     ignore, sparsity = view.settings.get("ignore", []), view.settings.get("sparsity_config")
     if not isinstance(ignore, list):
         said = f"It is {type(ignore).__name__}, and vLLM iterates over it."
@@ -78,6 +87,21 @@ def _head(view: View) -> Iterator[Problem]:
             "weights are random."
         )
         yield Problem("T2", place, said, 'Set quantization_status to "compressed".')
+
+
+def _foreign(view: View) -> Iterator[Problem]:
+    """S1, T1: a checkpoint of another method, of which these rules do not speak."""
+    place = "quantization_config" if view.settings else "config.json"
+    said = (
+        f"It is quantized by {view.method}, and the rules are those of compressed-tensors: its "
+        "files were looked at, and whether its plain floats are finite; no codes were."
+    )
+    remedy = "Ask the tools of that method about the rest, and leave its configuration as it is."
+    yield Problem("S1", place, said, remedy, Severity.NOTE)
+    if said := unread_method(view.settings):
+        severity = None if view.deployment.server == "transformers" else WARNING
+        remedy = "Read it with what it was made for."
+        yield Problem("T1", place, said, remedy, severity)
 
 
 def _raw_groups(view: View) -> Iterator[Problem]:
@@ -356,30 +380,21 @@ def _strays(view: View) -> Iterator[Problem]:
     uncompressed = []
     for entry in view.entries.values():
         found = set() if entry.is_quantized else KNOWN & set(entry.own)
-        kept = _kept_scales(view, entry) if found else set()
+        kept = view.kept_scales(entry) & found
         if kept:
             uncompressed.append(entry.name)
         for own in sorted(found - kept):
             if not (own.endswith("put_scale") and entry.form == "none"):
                 yield Problem("S23", entry.name, f"It has a {own} and no codes.", _REMOVE)
-    if uncompressed:
+    for rule in ("S23", "G2") if uncompressed else ():
         yield Problem(
-            "S23",
+            rule,
             "quantization_config",
             f"It is not compressed: {len(uncompressed)} modules ({joined(uncompressed, 1)}) are "
             "stored dense beside their scales, for transformers alone: servers do not read that.",
-            "To serve it, write it with save_compressed=True and without format: dense.",
+            "To serve it, write it with save_compressed=True and without format: dense, or take "
+            "the compressed model that it was loaded from.",
         )
-
-
-def _kept_scales(view: View, entry: Entry) -> set[str]:
-    """Tensors beside a dense weight whose scheme is written in the format dense."""
-    scheme = view.written(entry) if entry.form == "dense" and entry.kind != "other" else None
-    if scheme is None or scheme.weights is None or scheme.format != "dense":
-        return set()
-    names = {"weight_scale", "weight_global_scale", *expected_tensors(scheme, 1, 1)}
-    names |= set() if scheme.weights.symmetric else {"weight_zero_point"}
-    return names & KNOWN if "weight_scale" in entry.own else set()
 
 
 # --------------------
@@ -531,3 +546,5 @@ STRUCTURE = (
     _class,
 )
 """The checks of this file."""
+FOREIGN = (_foreign, _named)
+"""Those of a checkpoint that another method has quantized."""

@@ -30,6 +30,7 @@ from llmcompressor.verification.rules.serving import (
 )
 from llmcompressor.verification.rules.structure import KNOWN
 from llmcompressor.verification.rules.view import FLOATS, Problem, View, joined
+from llmcompressor.verification.scheme import NAME_METHOD
 from llmcompressor.verification.transformers_model import (
     Built,
     ModelNames,
@@ -37,6 +38,7 @@ from llmcompressor.verification.transformers_model import (
     class_model,
     reader_config,
     text_class,
+    unread_method,
 )
 from llmcompressor.verification.trial_load import Failure, TrialLoad, trial_load
 
@@ -57,6 +59,8 @@ _PLAIN_PARTS = (
 
 def _loading(view: View) -> Iterator[Problem]:
     """T1 to T6, L1 to L11: the trial load, and that of the class of the text alone."""
+    if said := unread_method(view.settings) if view.settings else "":
+        yield Problem("T1", "quantization_config", said, NAME_METHOD)
     trial = view.trial
     if trial is None:
         yield from _unloaded(view, is_passed_over=False)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,11 +28,13 @@ from llmcompressor.verification.modules import (
 )
 from llmcompressor.verification.rules.server_table import REORDERINGS, Reordering
 from llmcompressor.verification.scheme import (
+    OURS,
     Choice,
     Group,
     Resolver,
     Scheme,
     compiled,
+    method_of,
     parse_groups,
     settings_of,
 )
@@ -91,6 +93,7 @@ class Facts:
         group: the group that vLLM gives it.
         of_sglang: the one that SGLang does.
         left_to_sglang: SGLang neither has a target for it nor ignores it.
+        selected_by_sglang: the scheme that SGLang gives it wants codes.
     """
 
     kind: str
@@ -107,6 +110,7 @@ class Facts:
     group: Group | None
     of_sglang: Group | None
     left_to_sglang: bool
+    selected_by_sglang: bool
 
 
 class View:
@@ -119,6 +123,7 @@ class View:
         deployment: where it is to be served.
         kinds: path of a module → ``linear`` or ``embedding``, as far as its class is known without
             asking the configuration's.
+        beside: names of the files in its folder.
     """
 
     def __init__(
@@ -128,6 +133,7 @@ class View:
         tensors: Tensors | None = None,
         deployment: Deployment | None = None,
         kinds: Mapping[str, str] | None = None,
+        beside: Collection[str] = (),
     ) -> None:
         self.config = config
         self.headers = headers
@@ -140,9 +146,10 @@ class View:
         self.groups = parse_groups(self.settings)
         ignore = self.settings.get("ignore")
         self.ignore = [str(text) for text in ignore] if isinstance(ignore, list) else []
-        method = str(self.settings.get("quant_method") or "").lower().replace("_", "-")
-        self.is_compressed_tensors = method == "compressed-tensors"
-        """True if the configuration says that the checkpoint is quantized in this format."""
+        self.method = method_of(config, headers, beside)
+        """What quantized it: this format, another, or nothing."""
+        self.named = str(self.settings.get("quant_method") or "")
+        """The ``quant_method``: readers go by it, however odd."""
         said = [one for one in (self.text, config) if "tie_word_embeddings" in one]
         self.is_tied = bool(said) and bool(said[0]["tie_word_embeddings"])
         """True if input and output embeddings are one tensor."""
@@ -156,6 +163,11 @@ class View:
         found = self.text.get(key)
         is_size = isinstance(found, int) and not isinstance(found, bool) and found > 0
         return found if is_size else None
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if another method quantized it, and no rule of this format applies."""
+        return self.method not in ("", OURS)
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -266,13 +278,18 @@ class View:
                 tied=self.is_tied and (is_word or entry.kind == "head"),
                 selected=scheme is not None
                 and scheme.weights is not None
-                and scheme.format != "dense",
+                and scheme.format != "dense"
+                and not self.kept_scales(entry),
                 stored_so=scheme is None or is_stored_so(entry, scheme),
                 ignored=choice.ignored,
                 mixed=choice.mixed,
                 group=choice.group,
                 of_sglang=sglang.group,
                 left_to_sglang=sglang == Choice(),
+                selected_by_sglang=sglang.group is not None
+                and sglang.group.scheme.weights is not None
+                and sglang.group.scheme.format != "dense"
+                and not self.kept_scales(entry),
             )
             found.setdefault(facts, []).append(entry)
         return found
@@ -292,6 +309,18 @@ class View:
         asked = ["alone", "vllm", "transformers"] if is_joined else ["vllm", "transformers"]
         found = (self.choice(entry, server).group for server in asked)
         return next((group.scheme for group in found if group is not None), None)
+
+    def kept_scales(self, entry: Entry) -> set[str]:
+        """Tensors beside a dense weight that is rounded: of the format dense, or unpacked."""
+        scheme = self.written(entry) if entry.form == "dense" and entry.kind != "other" else None
+        if scheme is None or scheme.weights is None or "weight_scale" not in entry.own:
+            return set()
+        if scheme.format != "dense":  # transformers saves so what a forward has unpacked
+            is_packed = self.settings.get("quantization_status") == "compressed"
+            return set() if is_packed else set(entry.own) - {"weight", "bias"}
+        names = {"weight_scale", "weight_global_scale", *expected_tensors(scheme, 1, 1)}
+        names |= set() if scheme.weights.symmetric else {"weight_zero_point"}
+        return names - {"weight", "bias"}
 
     def is_plain(self, entry: Entry) -> bool:
         """True if vLLM builds a module without a scheme, whatever the configuration says."""
@@ -316,7 +345,7 @@ class View:
 
         A checkpoint that is only planned is not asked about: what it is made from was loaded so.
         """
-        if self.tensors is None or (self.settings and not self.is_compressed_tensors):
+        if self.tensors is None or self.is_foreign:
             return None
         if not self.plain:
             return None
@@ -326,7 +355,7 @@ class View:
     @cached_property
     def trial(self) -> TrialLoad | None:
         """The report of transformers' trial load; ``None`` where there is nothing to try."""
-        if not self.is_compressed_tensors if self.settings else not self.mixtures:
+        if self.named != OURS if self.settings else not self.mixtures:
             return None
         return trial_load(reader_config(self.config), self.headers, self.dtype, self.plain)
 
