@@ -101,7 +101,7 @@ def load_decompressed(
     load: Callable[..., Any], settings: Mapping[str, Any], **arguments: Any
 ) -> Any:
     """Load a model by ``load`` (a ``from_pretrained``) and decompress it; schemes are kept."""
-    # Since transformers 5.21 a single scheme is used to decompress all modules. That also handles
+    # Since transformers 5.23 a single scheme is used to decompress all modules. That also handles
     # models that cannot be loaded packed, as where a class's initialization accesses a weight.
     groups = dict(settings.get("config_groups") or {}).values()
     if is_simple := len([one for one in groups if dict(one).get("weights")]) <= 1:

@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+
 from llmcompressor.verification.facts import TensorInfo
 from llmcompressor.verification.modules import CROSS, EXPERT, Entry, Family, served_name
 
@@ -201,10 +203,35 @@ def _number(value: Any, default: int) -> int:
     return value if type(value) is int else default
 
 
+def _coerced(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments with their values as compressed-tensors takes them, unchanged if it refuses them.
+
+    >>> _coerced({"num_bits": "4", "group_size": 128.0, "symmetric": 0})
+    {'num_bits': 4, 'group_size': 128, 'symmetric': False}
+    """
+    try:
+        read = QuantizationArgs.model_validate({key: raw[key] for key in raw if key != "actorder"})
+    except (ValueError, NotImplementedError, TypeError):
+        return raw
+    given = read.model_dump(include={*raw} - {"scale_dtype", "zp_dtype"})
+    return {key: given.get(key, raw[key]) for key in raw}
+
+
+def _as_group(name: str, raw: Any) -> Any:
+    """A group in full: one that is named by a preset is a list of its targets."""
+    if not isinstance(raw, list):
+        return raw
+    try:
+        return preset_name_to_scheme(name, raw).model_dump()
+    except (KeyError, ValueError):  # there is no such preset, or these are no targets
+        return raw
+
+
 def parse_args(raw: Any) -> Args | None:
     """Arguments as compressed-tensors would fill them in; ``None`` if there are none."""
     if not isinstance(raw, Mapping):
         return None
+    raw = _coerced(raw)
     group, block, dtype = (raw.get(key) for key in ("group_size", "block_structure", "scale_dtype"))
     by_group = "tensor" if group is None else "channel" if group == -1 else "group"
     if isinstance(block, str):
@@ -228,7 +255,8 @@ def parse_groups(settings: Mapping[str, Any]) -> list[Group]:
     groups = settings.get("config_groups")
     overall = settings.get("format")
     found = []
-    for name, raw in groups.items() if isinstance(groups, Mapping) else ():
+    for name, written in groups.items() if isinstance(groups, Mapping) else ():
+        raw = _as_group(str(name), written)
         if not isinstance(raw, Mapping):
             continue
         targets = raw.get("targets")

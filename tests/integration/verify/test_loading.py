@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.releases import refuses_packed_zero_points
+from tests.support.releases import refuses_other_shapes, refuses_packed_zero_points
 from tests.support.small_models import VOCABULARY
 from tests.support.thinned import few, thinned
 from transformers import (
@@ -113,6 +113,35 @@ def test_what_is_said_to_load_loads(
             auto.from_pretrained(tmp_path / "model")
     else:
         assert torch.equal(logits(auto.from_pretrained(tmp_path / "model")), before)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_encoder_that_is_said_to_generate_does(groups: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(CONFIGS["t5"], dtype=torch.bfloat16)
+    first = {"targets": ["Linear"], "weights": FP8}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    named = {
+        "targets": ["re:.*SelfAttention[.][qkvo]$"],
+        "weights": FP8,
+        "input_activations": inputs,
+    }
+    more = {"group_1": named} if groups > 1 else {}
+    recipe = QuantizationModifier(config_groups={"group_0": first, **more}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"), verify=False)
+    reset_session()
+    said = [one for one in verify(tmp_path / "model").findings if one.rule == "L3"]
+    is_for_all = not refuses_other_shapes()  # until 5.23
+    assert {"dequantize=True" in one.remedy for one in said} == {groups == 1 or is_for_all}
+    if groups == 1 or is_for_all:
+        plain = CompressedTensorsConfig(dequantize=True)
+        with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+            loaded = AutoModelForSeq2SeqLM.from_pretrained(
+                tmp_path / "model", quantization_config=plain
+            )
+        loaded.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False)
+        assert torch.equal(logits(loaded), logits(model))
 
 
 def experts_of(folder: Path) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from llmcompressor import oneshot, verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification import Severity
+from llmcompressor.verification.scheme import parse_groups
 
 TOKENS = torch.arange(4, 36)[None]
 
@@ -61,6 +63,34 @@ def test_a_second_run_keeps_negative_scales(good: Callable[[str], Sample], tmp_p
     assert "lm_head.weight_packed" in again.tensors
     same = [name for name in sample.tensors if name.endswith("_proj.weight_packed")]
     assert all(torch.equal(again.tensors[name], sample.tensors[name]) for name in same)
+
+
+SPELLINGS: dict[str, Any] = {
+    "floats": ("W4A16", {"num_bits": 4.0, "group_size": 128.0}),
+    "texts": ("W4A16", {"num_bits": "4", "type": "INT", "strategy": "GROUP"}),
+    "numbers for flags": ("W4A16", {"symmetric": 1, "dynamic": 0}),
+    "a preset": ("W4A16", None),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_arguments_are_read_as_compressed_tensors_reads_them(
+    name: str, good: Callable[[str], Sample], source: Path, tmp_path: Path
+) -> None:
+    base, written = SPELLINGS[name]
+    sample = good(base)
+    plain = parse_groups(sample.settings)[0]
+    if written is None:
+        sample.settings["config_groups"] = {base: ["Linear"]}
+    else:
+        sample.group["weights"].update(written)
+    read = parse_groups(sample.settings)[0]
+    assert (read.scheme, read.targets) == (plain.scheme, plain.targets)
+    folder = sample.write(tmp_path / "folder")
+    assert torch.equal(logits(folder), logits(good(base).write(tmp_path / "plain")))
+    assert verify(folder, source, serve="transformers").ok
+    for server in ("vllm", "sglang"):
+        assert verify(folder, serve=server, tp=1).ok is (written is not None)
 
 
 @pytest.mark.parametrize("base", ["W4A16", "FP8_DYNAMIC"])

@@ -115,7 +115,8 @@ def _raw_groups(view: View) -> Iterator[Problem]:
     for name, raw in _groups(view):
         if not isinstance(raw, Mapping):
             said = "The group is no dict; names of presets are not read by servers."
-            yield Problem("S2", name, said, "Write the group's arguments in full.")
+            remedy = "Write the group's arguments in full."
+            yield from (Problem(rule, name, said, remedy) for rule in ("S2", "G5"))
             continue
         targets = raw.get("targets")
         if not isinstance(targets, list) or not targets:

@@ -283,7 +283,7 @@ class _Told:
             what = f"have another shape: {list(ours)} of what is stored, not {list(theirs)}"
             self._expert(mixture, what)
         elif prod(ours) == 1 or own == "weight_zero_point":
-            way = _UNPACKED if _is_weights_of_one_group(self.view) else _ASYMMETRIC
+            way = _UNPACKED if _unpacks_alike(self.view) else _ASYMMETRIC
             remedy = "Store it as [1], or serve it with vLLM."
             remedy = remedy if prod(ours) == 1 else f"{way}, or serve it with vLLM."
             self.say("L9", path, f"{said}: it fails to load.", remedy)
@@ -370,11 +370,15 @@ def _of_experts(view: View, path: str) -> str:
     )
 
 
-def _is_weights_of_one_group(view: View) -> bool:
-    """True if weights can be unpacked while they load, and no more is lost by that.
+def _unpacks_alike(view: View) -> bool:
+    """True if weights can be unpacked while they load, and nothing is lost by that.
 
-    Since 5.21 one group is taken for all Linears then, and no inputs are rounded.
+    Since 5.23 one group is taken for all Linears then, and no inputs are rounded.
     """
+    from transformers.integrations import compressed_tensors as loading  # noqa: PLC0415  # much
+
+    if not hasattr(loading, "get_dense_scheme"):  # which came with it
+        return True
     found = [group.scheme for group in view.groups if group.scheme.weights is not None]
     return len(found) == 1 and found[0].inputs is None and found[0].outputs is None
 
@@ -417,7 +421,7 @@ def _unloaded(view: View, *, is_passed_over: bool) -> Iterator[Problem]:
 
 def _unpacking(view: View) -> Iterator[Problem]:
     """L3, L6, L9: what fails where it is unpacked."""
-    one = _is_weights_of_one_group(view)
+    one = _unpacks_alike(view)
     call = "call the model once before generate."
     for entry, scheme in view.coded:
         args, columns = scheme.weights, view.columns(entry, scheme)
