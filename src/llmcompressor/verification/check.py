@@ -97,7 +97,10 @@ def _verify(
     view = View(files.config, headers, files.read, deployment, kinds, beside)
     findings = [*files.findings, *check_view(view)]
     if view.is_foreign:
-        findings += [] if original is None else [_not_compared(view.method)]
+        said = f"It is quantized by {view.method}: nothing was compared with the original."
+        remedy = "Measure it beside the original with evaluate, where transformers reads it."
+        told = [Finding("R1", "", said, remedy, Severity.WARNING)]
+        findings += [] if original is None else told
         original = None
     else:
         findings += [*check_tie(files), *check_static(files)]
@@ -119,12 +122,6 @@ def _verify(
         work=original.work.value if original is not None else "",
         errors=tuple(one.error for one in done if one.error is not None),
     )
-
-
-def _not_compared(method: str) -> Finding:
-    said = f"It is quantized by {method}: nothing was compared with the original."
-    remedy = "Measure it beside the original with evaluate, where transformers reads it."
-    return Finding("R1", "", said, remedy, Severity.WARNING)
 
 
 _OF_CLASS = ("S70", "C2")
