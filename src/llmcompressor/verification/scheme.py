@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,16 +218,6 @@ def _coerced(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: given.get(key, raw[key]) for key in raw}
 
 
-def _as_group(name: str, raw: Any) -> Any:
-    """A group in full: one that is named by a preset is a list of its targets."""
-    if not isinstance(raw, list):
-        return raw
-    try:
-        return preset_name_to_scheme(name, raw).model_dump()
-    except (KeyError, ValueError):  # there is no such preset, or these are no targets
-        return raw
-
-
 def parse_args(raw: Any) -> Args | None:
     """Arguments as compressed-tensors would fill them in; ``None`` if there are none."""
     if not isinstance(raw, Mapping):
@@ -256,7 +247,10 @@ def parse_groups(settings: Mapping[str, Any]) -> list[Group]:
     overall = settings.get("format")
     found = []
     for name, written in groups.items() if isinstance(groups, Mapping) else ():
-        raw = _as_group(str(name), written)
+        raw = written
+        if isinstance(raw, list):  # targets of the preset that the group is called after
+            with suppress(KeyError, ValueError):
+                raw = preset_name_to_scheme(str(name), raw).model_dump()
         if not isinstance(raw, Mapping):
             continue
         targets = raw.get("targets")
