@@ -74,7 +74,7 @@ SPELLINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_arguments_are_read_as_compressed_tensors_reads_them(
+def test_arguments_mean_what_compressed_tensors_says(
     name: str, good: Callable[[str], Sample], source: Path, tmp_path: Path
 ) -> None:
     base, written = SPELLINGS[name]
@@ -94,7 +94,7 @@ def test_arguments_are_read_as_compressed_tensors_reads_them(
 
 
 @pytest.mark.parametrize("base", ["W4A16", "FP8_DYNAMIC"])
-def test_what_transformers_saves_after_a_forward_is_for_transformers(
+def test_what_is_saved_after_a_forward_is_for_transformers(
     base: str, good: Callable[[str], Sample], source: Path, tmp_path: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(good(base).write(tmp_path / "packed"))

@@ -125,9 +125,7 @@ def test_transformers_knows_one_spelling(tmp_path: Path, method: str | None) -> 
 
 
 @pytest.mark.parametrize("method", ["compressed_tensors", "modelopt"])
-def test_codes_that_transformers_would_take_for_weights_are_not_measured(
-    tmp_path: Path, method: str
-) -> None:
+def test_codes_taken_for_weights_are_not_measured(tmp_path: Path, method: str) -> None:
     sample = made(dense(), "FP8_DYNAMIC")
     sample.settings["quant_method"] = method
     with pytest.raises(CheckpointError, match=f"knows no quant_method '{method}'"):
