@@ -190,6 +190,11 @@ def broken_pattern(sample: Sample) -> None:
     sample.settings["ignore"].append("re:(")
 
 
+@fault("S12", "re:(.+)+!")
+def endless_pattern(sample: Sample) -> None:
+    sample.settings["ignore"].append("re:(.+)+!")
+
+
 @fault("S13", Q)
 def two_groups_for_one_module(sample: Sample) -> None:
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}

@@ -40,6 +40,7 @@ from llmcompressor.checkpoint.source import (
     check_dense,
     check_format,
     check_no_adapter,
+    check_patterns,
     code_tensors,
     inspect_source,
     is_compressed_tensors,
@@ -49,6 +50,7 @@ from llmcompressor.checkpoint.source import (
     quantization_method,
     quantization_settings,
     quantized_error,
+    read_config,
     source_of,
     tell_remarks,
     undeclared_error,
@@ -203,6 +205,8 @@ def load_config(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
     Raises:
         CheckpointError: it names a dtype that torch does not know.
     """
+    if (Path(place) / CONFIG).is_file():
+        read_config(Path(place))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(place), **hub)
     except AttributeError as error:
@@ -234,7 +238,11 @@ def load_pretrained(
     It is decompressed if its quantization ``settings`` are given; ``arguments`` are those of
     ``from_pretrained``. CheckpointError if weights are missing or have another shape.
     """
-    check_format(place, quantization_settings(config.to_dict()))
+    written = quantization_settings(config.to_dict())
+    check_format(place, written)
+    check_patterns(
+        place, written, lambda: getattr(whole_source(local_directory(place)), "tensors", ())
+    )
     loader = model_class(config, trust_remote_code=trust_remote_code)
     loaded: PreTrainedModel
     load = partial(loader.from_pretrained, place)

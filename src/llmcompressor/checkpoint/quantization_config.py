@@ -53,6 +53,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import is_expert, missing_qkv_partners
 from llmcompressor.modeling.names import name_aliases, named_modules, own_parameters
 from llmcompressor.modeling.weights import embeddings
+from llmcompressor.runtime.limits import timed_pattern
 
 # The config group that transformers applies to stacked experts.
 #
@@ -399,7 +400,7 @@ class _TargetMatcher:
         """Return the entry that matches a module: a name before a pattern before a class."""
         if name in self.exact:
             return name
-        found = (pattern for pattern in self._patterns if match_name(name, pattern))
+        found = (pattern for pattern in self._patterns if _matches(name, pattern))
         return next(found, None) or self._class(module)
 
     def reaches(self, modules: Mapping[str, Module]) -> set[str]:
@@ -407,7 +408,7 @@ class _TargetMatcher:
         found = self.exact & set(modules)
         found |= {str(self._class(one)) for one in modules.values()} & self.exact
         for entry in self._patterns:
-            if any(match_name(name, entry) for name in modules):
+            if any(_matches(name, entry) for name in modules):
                 found.add(entry)
         return found
 
@@ -416,7 +417,11 @@ class _TargetMatcher:
         return next((name for name in names if name in self.exact), None)
 
     def _match(self, name: str) -> bool:
-        return any(match_name(name, pattern) for pattern in self._patterns)
+        return any(_matches(name, pattern) for pattern in self._patterns)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return timed_pattern(pattern.removeprefix("re:")).match(name)
 
 
 def _choose_targets(

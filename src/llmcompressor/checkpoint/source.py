@@ -11,7 +11,8 @@ import json
 import os
 import re
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,13 @@ from safetensors import SafetensorError, safe_open
 
 from llmcompressor.errors import CheckpointError, did_you_mean
 from llmcompressor.logger import logger
+from llmcompressor.runtime.limits import (
+    SIMPLER,
+    check_model_files,
+    check_regular,
+    excessive_size,
+    timed_pattern,
+)
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.transformers_internals import commit_of
 
@@ -138,7 +146,9 @@ def inspect_source(
     """
     directory = Path(model).expanduser()
     if not directory.is_dir():
+        check_regular(directory, CheckpointError)
         raise _not_a_directory(directory)
+    check_model_files(directory)
     if not (directory / CONFIG).is_file():
         check_no_adapter(directory)
         below = sorted(path.parent.name for path in directory.glob(f"*/{CONFIG}"))
@@ -147,7 +157,7 @@ def inspect_source(
             f"The folder {directory} holds no model: it has no {CONFIG}.",
             near or "Give the folder that holds config.json and the weights.",
         )
-    config = _read_json(directory / CONFIG)
+    config = read_config(directory)
     if not allow_quantized:
         check_config_unquantized(str(directory), config)
     weights = _read_weights(directory, headers_only=headers_only)
@@ -163,6 +173,21 @@ def inspect_source(
         check_dense(tensors)
     remarks = tuple(weights.remarks(directory))
     return SourceInfo(directory.resolve(), config, tensors, size, remarks)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the ``config.json`` of a folder.
+
+    Raises:
+        CheckpointError: it is no JSON object, or describes what cannot be built.
+    """
+    config = _read_json(directory / CONFIG)
+    if excess := excessive_size(config):
+        raise CheckpointError(
+            f"{directory / CONFIG} says {excess}: no model is so large.",
+            "Correct it; compare it with that of the original model.",
+        )
+    return config
 
 
 def tell_remarks(source: SourceInfo) -> None:
@@ -494,6 +519,31 @@ def check_format(model: str, settings: Mapping[str, Any]) -> None:
             "all that read it have dropped.",
             "Compress the original model, or save this one in full with the release that wrote it.",
         )
+
+
+def check_patterns(
+    model: str, settings: Mapping[str, Any], names: Callable[[], Iterable[str]]
+) -> None:
+    """Refuse (CheckpointError) patterns of a ``quantization_config`` that readers never finish.
+
+    ``names`` returns the names of the tensors. It is called if a pattern is of the kind.
+    """
+    groups = settings.get("config_groups")
+    parts = list(groups.values()) if isinstance(groups, Mapping) else []
+    held = [settings.get("ignore"), *(one.get("targets") for one in parts if isinstance(one, dict))]
+    every = [text for one in held if isinstance(one, list) for text in one]
+    for text in every:
+        if isinstance(text, str) and text.startswith("re:"):
+            with suppress(re.error):
+                pattern = timed_pattern(text.removeprefix("re:"))
+                if pattern.may_be_slow and pattern.is_slow_on(
+                    name.rpartition(".")[0] for name in names()
+                ):
+                    raise CheckpointError(
+                        f"The quantization_config of {model} holds the pattern {text!r:.200}, and "
+                        "matching names with it takes without end.",
+                        SIMPLER,
+                    )
 
 
 def is_compressed_tensors(method: str | None) -> bool:

@@ -43,6 +43,7 @@ from llmcompressor.errors import InputError, LifecycleError, RecipeError, Target
 from llmcompressor.logger import logger
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.patches import MERGE, modules_with_adapters
+from llmcompressor.runtime.limits import MAX_FIELD_VALUES, copy_values
 from llmcompressor.runtime.progress import join_names
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ class Modifier(HooksMixin):
     if not TYPE_CHECKING:  # type checkers see the constructor that pydantic derives
 
         def __init__(self, **fields: Any) -> None:
+            copy_values(fields, f"What is given to {type(self).__name__}", MAX_FIELD_VALUES)
             try:
                 super().__init__(**fields)
             except ValidationError as error:
@@ -210,6 +212,7 @@ class Modifier(HooksMixin):
     @classmethod
     def model_validate(cls, obj: Any, **kwargs: Any) -> Self:
         """Validate as pydantic does, but raise a ``RecipeError`` for a wrong field."""
+        copy_values(obj, f"What is given to {cls.__name__}", MAX_FIELD_VALUES)
         try:
             return super().model_validate(obj, **kwargs)
         except ValidationError as error:

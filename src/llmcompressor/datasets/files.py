@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from llmcompressor.datasets.rows import Rows, has_columns, join, rows_of, rows_of_columns
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
+from llmcompressor.runtime.limits import check_regular
 from llmcompressor.runtime.registry import resolve
 
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -63,6 +64,8 @@ def read_files(files: Sequence[Path], kind: str, options: Options) -> Any:
     named = f"The file {files[0]}"
     if len(files) > 1:
         named += f" (or one of the {len(files) - 1} after it)"
+    for file in files:
+        check_regular(file, DatasetError)
     try:
         if kind not in readers or any(file.suffix.lower() in _PACKED for file in files):
             return _load(kind, files)

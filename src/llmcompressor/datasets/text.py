@@ -21,6 +21,7 @@ from llmcompressor.datasets.rows import Row, is_chat
 from llmcompressor.datasets.samples import MAIN_INPUTS, errors_naming
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
+from llmcompressor.runtime.limits import time_limit
 
 # --------------------
 # Rendering of conversations with the tokenizer's chat template, or with ChatML.
@@ -33,6 +34,8 @@ CHATML = (
 )
 """Each turn between ``<|im_start|>role`` and ``<|im_end|>``."""
 
+_TEMPLATE_SECONDS = 5.0
+"""Longest time for one conversation."""
 _CLOCK = "strftime_now"
 """The function by which templates ask transformers for the date."""
 _DIRECTIVES = [
@@ -216,10 +219,12 @@ class ChatRenderer:
             own = own if isinstance(own, str) else owner.get_chat_template(tools=tools)
             options["chat_template"] = _dated(own, self._moment)
         try:
-            return _render(owner, given, options)
+            endless = TimeoutError(f"it computes for more than {_TEMPLATE_SECONDS:g} seconds")
+            with time_limit(_TEMPLATE_SECONDS, lambda: endless):
+                return _render(owner, given, options)
         except Exception as error:  # a template can raise anything
             raise DatasetError(
-                f"The chat template refuses a conversation: {error}.",
+                f"The chat template refuses a conversation: {str(error) or type(error).__name__}.",
                 "Render it in a preprocessing_func.",
             ) from error
 

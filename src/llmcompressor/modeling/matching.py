@@ -23,7 +23,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 
 from compressed_tensors.utils.internal import InternalModule
 from torch.nn import Module
@@ -31,6 +30,7 @@ from torch.nn import Module
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.names import NameForms, TargetIndex, matches_target, named_modules
+from llmcompressor.runtime.limits import TimedPattern, timed_pattern
 
 REGEX = "re:"
 _MOST_SUGGESTIONS = 3
@@ -47,10 +47,9 @@ def as_targets(value: str | Iterable[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-@lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compiled(pattern: str) -> TimedPattern:
     try:
-        return re.compile(pattern)
+        return timed_pattern(pattern)
     except re.error as error:
         raise TargetError(
             f"The pattern '{REGEX}{pattern}' is not a valid regular expression: {error}.",

@@ -13,6 +13,8 @@ from functools import lru_cache
 
 from torch.nn import Module, Parameter
 
+from llmcompressor.runtime.limits import TimedPattern, timed_pattern
+
 _REGEX = "re:"
 _ZEROS = str.maketrans("123456789", "000000000")
 # a digit as such, in a range or by its code; what a group held; a character by its name
@@ -91,7 +93,7 @@ def matches_target(target: str, name: str) -> bool:
     if not target.startswith(_REGEX):
         return target in names
     pattern, rest = _split_exclusions(target.removeprefix(_REGEX))
-    hits = [pattern.match(one) is not None for one in names]
+    hits = [pattern.match(one) for one in names]
     if not any(hits) or all(hits):
         return all(hits)
     left_out = (rest.match(one) for one, hit in zip(names, hits, strict=True) if not hit)
@@ -99,12 +101,12 @@ def matches_target(target: str, name: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _split_exclusions(pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+def _split_exclusions(pattern: str) -> tuple[TimedPattern, TimedPattern]:
     """Compile a pattern, and the same pattern without its exclusions."""
-    whole = re.compile(pattern)
+    whole = timed_pattern(pattern)
     rest = _without_exclusions(pattern)
     try:
-        return whole, whole if rest == pattern else re.compile(rest)
+        return whole, whole if rest == pattern else timed_pattern(rest)
     except re.error:  # an exclusion may define a group, for instance
         return whole, whole
 
@@ -204,7 +206,7 @@ class NameForms:
             return name
         # w1, w2 and w3 of an expert differ by letters only in the last name
         return tuple([one.translate(_ZEROS) for one in names]), tuple(
-            [pattern.match(one) is not None for one in names for pattern in self._telling]
+            [pattern.match(one) for one in names for pattern in self._telling]
         )
 
 
@@ -240,11 +242,11 @@ class TargetIndex:
         return sorted([*self._patterns, *plain], key=self._places.__getitem__)
 
 
-def _compile_digit_pattern(pattern: str) -> re.Pattern[str] | None:
+def _compile_digit_pattern(pattern: str) -> TimedPattern | None:
     """Compile a pattern that distinguishes digits; invalid ones are refused where they are used."""
     if not distinguishes_digits(pattern):
         return None
     try:
-        return re.compile(pattern)
+        return timed_pattern(pattern)
     except re.error:
         return None

@@ -17,6 +17,7 @@ import yaml
 from llmcompressor.errors import RecipeError, did_you_mean
 from llmcompressor.recipe.document import RecipeLoader
 from llmcompressor.recipe.expressions import evaluate, is_expression, names_in
+from llmcompressor.runtime.limits import copy_values
 
 RecipeArgs: TypeAlias = "Mapping[str, Any] | Iterable[str] | str | None"
 """Overrides of a recipe's ``args``: a mapping, or ``"name=value"`` texts."""
@@ -75,13 +76,20 @@ class Arguments(Mapping[str, object]):
         return dict(self._resolved)
 
     def resolve(self, value: Any) -> Any:
-        """A copy of the value with every ``eval(...)`` in its strings replaced."""
+        """A copy of the value with every ``eval(...)`` in its strings replaced.
+
+        Raises:
+            RecipeError: an expression is wrong, or the result is too large.
+        """
+        return copy_values(self._resolve(value), "What the recipe's expressions stand for")
+
+    def _resolve(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._resolve_text(value)
         if isinstance(value, Mapping):
-            return {key: self.resolve(item) for key, item in value.items()}
+            return {key: self._resolve(item) for key, item in value.items()}
         if type(value) in (list, tuple):  # a named tuple is a value of its own
-            return type(value)([self.resolve(item) for item in value])
+            return type(value)([self._resolve(item) for item in value])
         return value
 
     def _resolve_text(self, text: str) -> object:
@@ -121,7 +129,7 @@ def parse_overrides(recipe_args: RecipeArgs) -> dict[str, object]:
                 f"{name!r} is not the name of a recipe argument.",
                 "recipe_args takes a dict or a list of texts such as 'bits=4'.",
             )
-    return dict(pairs)
+    return dict(copy_values(dict(pairs), "recipe_args"))
 
 
 def _parse_pair(text: object) -> tuple[str, object]:

@@ -9,22 +9,20 @@ mapping is an error rather than a silent loss.
 from __future__ import annotations
 
 import difflib
-import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from llmcompressor.errors import RecipeError
+from llmcompressor.runtime.limits import check_regular, copy_values
 
-MAX_VALUES = 100_000
-"""Most values in one recipe; aliases of aliases can spell billions in a few lines."""
-_FLATTER = "Look for a mapping or a list in it that holds itself."
-MAX_DEPTH = 64
+MAX_CHARACTERS = 50_000_000
+"""Longest text of a recipe."""
 
 _INT = re.compile(
     r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$",
@@ -149,6 +147,7 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         RecipeError: there is no such file, or it cannot be read.
     """
     file = Path(path).expanduser()
+    check_regular(file, RecipeError)
     if not file.is_file():
         raise _no_such_file(file)
     try:
@@ -179,11 +178,12 @@ def parse_text(text: str, *, source: str = "The recipe", extension: str = "") ->
     """
     if not text.strip():
         raise RecipeError(f"{source} is empty.", "Write `modifiers: {}` if it is meant to be.")
-    if extension not in (".yaml", ".yml", ".json"):
-        text = _front_matter(text, source, required=extension == ".md")
+    if len(text) > MAX_CHARACTERS:
+        raise RecipeError(f"{source} has more than {MAX_CHARACTERS} characters.", "Shorten it.")
     try:
-        document = _load(text, extension)
-        return copy_document(document)
+        if extension not in (".yaml", ".yml", ".json"):
+            text = _front_matter(text, source, required=extension == ".md")
+        return copy_values(_load(text, extension))
     except _DuplicateKeyError as error:
         raise RecipeError(
             f"{source} cannot be read: {error}, and only one of the two would count.",
@@ -202,7 +202,7 @@ def parse_text(text: str, *, source: str = "The recipe", extension: str = "") ->
         remedy = tab or "Correct it there; what belongs below a name is indented by spaces."
         raise RecipeError(f"{source} is not valid YAML: {problem}.", remedy) from None
     except RecursionError:
-        raise RecipeError(f"{source} is nested too deeply.", _FLATTER) from None
+        raise RecipeError(f"{source} is nested too deeply.", "Flatten it.") from None
 
 
 def _load(text: str, extension: str) -> Any:
@@ -255,28 +255,6 @@ def _is_recipe(text: str) -> bool:
         isinstance(value, Mapping | list) and _SECTION.fullmatch(str(key))
         for key, value in found.items()
     )
-
-
-def copy_document(document: Any) -> Any:
-    """A deep copy of a document's mappings and lists.
-
-    Raises:
-        RecipeError: it is too large, or contains itself.
-    """
-    return _copy_value(document, itertools.count(1), 0)
-
-
-def _copy_value(value: Any, numbers: Iterator[int], depth: int) -> Any:
-    """Copy a value that lies ``depth`` deep; each takes the next of ``numbers``."""
-    if depth > MAX_DEPTH:
-        raise RecipeError(f"The recipe is nested more than {MAX_DEPTH} deep.", _FLATTER)
-    if next(numbers) > MAX_VALUES:
-        raise RecipeError(f"The recipe has more than {MAX_VALUES} values.", _FLATTER)
-    if isinstance(value, Mapping):
-        return {key: _copy_value(item, numbers, depth + 1) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copy_value(item, numbers, depth + 1) for item in value]
-    return value
 
 
 def _no_such_file(file: Path) -> RecipeError:

@@ -18,16 +18,16 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import reprlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from llmcompressor.errors import RecipeError, did_you_mean
+from llmcompressor.runtime.limits import MAX_BITS, copy_values
 
 MAX_CHARACTERS = 4_000
 """Longest expression. Python's parser is safe for short texts only, however they are nested."""
-MAX_BITS = 4_096
-"""Largest whole number, in bits."""
 MAX_ITEMS = 10_000
 """Longest string, tuple or list."""
 MAX_DIGITS = 400
@@ -84,7 +84,8 @@ def evaluate(expression: str, names: Mapping[str, object] | None = None) -> Any:
     """
     try:
         tree = _parse(expression)
-        return _Evaluator(names or {}).value(tree)
+        value = _Evaluator(names or {}).value(tree)
+        return copy_values(value, f"The value of the expression {expression!r:.80}")
     except _RefusedError as refusal:
         raise _error(expression, str(refusal)) from None
     except RecursionError:
@@ -286,7 +287,7 @@ def _math_name(node: ast.Attribute) -> str:
 def _require_numbers(*values: object) -> None:
     for value in values:
         if not isinstance(value, (int, float)):
-            raise _RefusedError(f"{value!r:.60} is not a number")
+            raise _RefusedError(f"{reprlib.repr(value)} is not a number")
 
 
 def _check_size(value: Any) -> Any:

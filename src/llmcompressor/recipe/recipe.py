@@ -14,7 +14,7 @@ from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import OutputError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.recipe.arguments import RecipeArgs, parse_overrides, reject_unknown_overrides
-from llmcompressor.recipe.document import copy_document, looks_like_path, parse_text, read_file
+from llmcompressor.recipe.document import looks_like_path, parse_text, read_file
 from llmcompressor.recipe.grammar import declared_names, parse_document
 from llmcompressor.recipe.stages import (
     DEFAULT_STAGE,
@@ -27,6 +27,7 @@ from llmcompressor.recipe.stages import (
     stage_name,
 )
 from llmcompressor.recipe.writing import modifier_fields, to_mapping, to_yaml
+from llmcompressor.runtime.limits import copy_values
 
 RecipeInput: TypeAlias = (
     "Recipe | Modifier | Mapping[str, Any] | str | os.PathLike[str] | Iterable[RecipeInput] | None"
@@ -226,7 +227,7 @@ def _read_inputs(given: Any) -> Iterator[Recipe | Modifier | _ParsedText]:
     if isinstance(given, (Recipe, Modifier)):
         yield given
     elif isinstance(given, Mapping):
-        yield _ParsedText(copy_document(given), "The recipe")
+        yield _ParsedText(copy_values(given), "The recipe")
     elif isinstance(given, os.PathLike):
         yield _ParsedText(read_file(given), f"The recipe {os.fspath(given)}")
     elif isinstance(given, str):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.errors import CheckpointError
+from llmcompressor.runtime.limits import check_model_files
 from llmcompressor.verification.facts import Finding, Severity, TensorInfo
 
 CONFIG = "config.json"
@@ -179,6 +180,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Files:
         raise CheckpointError(
             f"There is no checkpoint folder {directory}.", "Give a folder with config.json."
         )
+    check_model_files(folder)
     shards = sorted(folder.glob("*.safetensors"))
     if not shards and not (folder / CONFIG).exists():
         raise CheckpointError(

@@ -17,6 +17,7 @@ import torch
 from compressed_tensors.offload import as_single_threaded
 from torch import Tensor
 
+from llmcompressor.runtime.limits import excessive_size
 from llmcompressor.transformers_internals import (
     auto_mapping,
     dtype_plan,
@@ -27,8 +28,6 @@ from llmcompressor.verification.facts import TensorInfo
 from llmcompressor.verification.files import without_prefixes
 from llmcompressor.verification.modules import PLAIN_FLOATS, class_names
 
-_MOST_LAYERS = 4096
-"""Building takes time for each: of more than this a configuration is damaged."""
 ABSENT = object()
 """The value of what is not there."""
 _FREE = (
@@ -117,22 +116,12 @@ def _configuration(config: Mapping[str, Any], left_out: Container[str]) -> Any:
     from transformers import CONFIG_MAPPING  # noqa: PLC0415  # loads much
 
     name = config.get("model_type")
-    if not isinstance(name, str) or name not in CONFIG_MAPPING or not _is_of_layers(config):
+    if not isinstance(name, str) or name not in CONFIG_MAPPING or excessive_size(config):
         return None
     try:
         return _read_by(CONFIG_MAPPING[name], config, left_out)
     except Exception:  # what a class refuses may be of any kind
         return None
-
-
-def _is_of_layers(config: Mapping[str, Any]) -> bool:
-    """True if each number of layers is one that a model may have: each takes time to build."""
-    return all(
-        _is_of_layers(value)
-        if isinstance(value, Mapping)
-        else "layer" not in str(key) or type(value) is not int or value <= _MOST_LAYERS
-        for key, value in config.items()
-    )
 
 
 def _read_by(kind: Any, config: Mapping[str, Any], left_out: Container[str]) -> Any:
@@ -399,8 +388,8 @@ def refusal(config: Mapping[str, Any]) -> str:
     name = config.get("model_type")
     if config.get("auto_map") or not isinstance(name, str) or name not in CONFIG_MAPPING:
         return ""
-    if not _is_of_layers(config):
-        return f"it has more than {_MOST_LAYERS} layers"
+    if excess := excessive_size(config):
+        return f"no model is so large: {excess}"
     try:
         settings = _read_by(CONFIG_MAPPING[name], config, _FROM_FILES)
         kind = _model_class(config)

@@ -134,6 +134,23 @@ def weight(name: str, value: float, *, whole: bool = False, **arguments: Any) ->
     return change
 
 
+def piped(name: str) -> Callable[[Place], dict[str, Any]]:
+    def change(place: Place) -> dict[str, Any]:
+        (place.model / name).unlink(missing_ok=True)
+        os.mkfifo(place.model / name)
+        return {}
+
+    return change
+
+
+def config(**values: Any) -> Callable[[Place], dict[str, Any]]:
+    def change(place: Place) -> dict[str, Any]:
+        place.change_config(**values)
+        return {}
+
+    return change
+
+
 def used_output(place: Place) -> dict[str, Any]:
     place.output.mkdir()
     (place.output / "notes.txt").write_text("mine")
@@ -294,6 +311,20 @@ CASES = [
     Case("a folder without a model", emptied_model, CheckpointError, ("model", "config.json")),
     Case("a folder without weights", no_weights, CheckpointError, ("model", "safetensors")),
     Case("truncated weights", truncated(0.5), CheckpointError, ("model.safetensors", "truncated")),
+    *(
+        Case(f"a pipe {name}", piped(name), CheckpointError, (name, "is a pipe, not a file"))
+        for name in ("config.json", "model.safetensors", "more.safetensors", "tokenizer.json")
+    ),
+    *(
+        Case(f"{key} {size}", config(**{key: size}), CheckpointError, (f"{key} {size}", "Correct"))
+        for key, size in (("num_hidden_layers", 10**6), ("vocab_size", 10**13))
+    ),
+    Case(
+        "a pattern without end",
+        lambda _: quantize("scheme: FP8_DYNAMIC, targets: ['re:([a-z0-9_.]+)+!']"),
+        TargetError,
+        ("re:([a-z0-9_.]+)+!", "takes too long", "without a repetition"),
+    ),
     Case(
         "quantized by another tool", foreign_config, CheckpointError, ("gptq", "already quantized")
     ),

@@ -11,7 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from llmcompressor.checkpoint.source import inspect_source, is_hub_id, local_directory, read_header
+from llmcompressor.checkpoint.source import (
+    check_patterns,
+    inspect_source,
+    is_hub_id,
+    local_directory,
+    read_header,
+)
 from llmcompressor.errors import CheckpointError
 
 
@@ -281,3 +287,20 @@ def test_hub_ids(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_hub_id("llama-small")
     assert local_directory("llama-small") == single
     assert local_directory("no-such-owner/no-such-model") is None
+
+
+@pytest.mark.parametrize("field", ["ignore", "targets"])
+def test_patterns_that_readers_never_finish_are_refused(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmcompressor.runtime.limits._PATTERN_SECONDS", 0.05)
+    names = ["model.layers.0.self_attn.q_proj.weight"]
+
+    def settings(pattern: str) -> dict[str, Any]:
+        held = {"targets": ["Linear", pattern] if field == "targets" else None}
+        return {"config_groups": {"a": held, "b": None}, "ignore": [pattern, 3, "lm_head", "re:("]}
+
+    with pytest.raises(CheckpointError, match=r"of M holds the pattern.*takes without end"):
+        check_patterns("M", settings(f"re:([a-z0-9_.]+)*{field}!"), lambda: names)
+    check_patterns("M", settings(r"re:(?:\w+\.)+\d+\.q$"), lambda: names)
+    check_patterns("M", {"ignore": None, "config_groups": []}, lambda: names)

@@ -157,6 +157,14 @@ class TestChat:
         with pytest.raises(DatasetError, match="chat template refuses"):
             batches([{"messages": MESSAGES}], processor=own)
 
+    def test_a_template_without_end_is_an_error(self, batches, tokenizer, monkeypatch):
+        monkeypatch.setattr("llmcompressor.datasets.text._TEMPLATE_SECONDS", 0.1)
+        own = copy.deepcopy(tokenizer)
+        loop = "{%% for %s in range(99999) %%}"
+        own.chat_template = loop % "i" + loop % "j" + loop % "k" + "{% endfor %}" * 3
+        with pytest.raises(DatasetError, match=r"computes for more than 0\.1 seconds"):
+            batches([{"messages": MESSAGES}], processor=own)
+
     def test_a_turn_that_calls_tools_needs_no_content(self, texts):
         call = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
         calling = {"role": "assistant", "tool_calls": call}

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from typing import ClassVar
 
 import pytest
@@ -155,3 +156,57 @@ def test_expressions_load_without_modifiers_or_torch():
         "sys.exit(int('torch' in sys.modules or 'llmcompressor.core.modifier' in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def _doubled(first, pair):
+    """Forty arguments, each made of the one before it twice."""
+    later = "".join(f"\n  a{n}: {pair}".replace("B", f"a{n - 1}") for n in range(1, 41))
+    return f"args:\n  a0: {first}{later}\nmodifiers: "
+
+
+def _nested():
+    found = ["x"]
+    for _ in range(40):
+        found = [found, found]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pair", "used"),
+    [
+        ("eval([B, B])", "eval(a40)"),
+        ("eval([B, B])", "eval(1 + a40)"),
+        ("eval([B, B])", "text eval(a40)"),
+        ("eval((B, B))", "eval(1 if a40 else 2)"),
+        ("eval([[B], [B]])", "eval(a40 < a39)"),
+        ("['eval(B)', 'eval(B)']", "eval(a40)"),
+        ("{x: 'eval(B)', y: 'eval(B)'}", "eval(a40)"),
+        ("'eval(B) eval(B)'", "eval(a40)"),
+        ("eval(B + B)", "eval(a40)"),
+    ],
+)
+def test_arguments_that_double_are_refused_at_once(pair, used, monkeypatch):
+    monkeypatch.setattr("llmcompressor.runtime.limits.MAX_VALUES", 5000)
+    text = _doubled("eval([1, 1])" if "+" in pair else "1", pair)
+    started = time.perf_counter()
+    with pytest.raises(RecipeError, match=r"values|too long"):
+        Recipe.create_instance(f"{text}{{RecipeCutter: {{targets: '{used}'}}}}")
+    assert time.perf_counter() - started < 5
+
+
+def test_objects_that_double_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr("llmcompressor.runtime.limits.MAX_VALUES", 1000)
+    monkeypatch.setattr("llmcompressor.core.modifier.MAX_FIELD_VALUES", 1000)
+    use = "modifiers: {RecipeCutter: {targets: 'eval(a)'}}"
+    for build in (
+        lambda: Recipe.create_instance({"modifiers": {"RecipeCutter": {"targets": _nested()}}}),
+        lambda: Recipe.create_instance(use, recipe_args={"a": _nested()}),
+        lambda: RecipeCutter(targets=_nested()),
+        lambda: RecipeCutter.model_validate({"targets": _nested()}),
+    ):
+        with pytest.raises(RecipeError, match=r"values\. Look for"):
+            build()
+    with pytest.raises(RecipeError, match="whole number of 5000000 bits"):
+        Recipe.create_instance(f"modifiers: {{RecipeFineCutter: {{depth: 0x{'f' * 1250000}}}}}")
+    with pytest.raises(RecipeError, match="nested too deeply"):
+        Recipe.create_instance(f"---\nmodifiers: {{}}\n---\n{'[' * 10000}")

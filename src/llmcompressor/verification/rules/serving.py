@@ -602,7 +602,7 @@ def _texts(value: Any) -> list[str]:
 def _names(text: str, entry: Entry) -> bool:
     expression = compiled(text)
     if expression is not None:
-        return expression.match(entry.name) is not None
+        return expression.match(entry.name)
     return text == entry.name or (text == "Linear" and entry.kind in ("linear", "head"))
 
 

@@ -13,6 +13,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
+from llmcompressor.runtime.limits import SIMPLER
 from llmcompressor.verification.expected import is_decodable, scale_shape
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.modules import Entry, class_names
@@ -162,15 +163,21 @@ def _arguments(place: str, raw: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("S3", place, f"Its arguments are refused: {reason}.", _REWRITE)
 
 
-def _schemes(view: View) -> Iterator[Problem]:
-    """C4, S8, S9, S12: groups as they are understood."""
+def _patterns(view: View) -> Iterator[Problem]:
+    """S9, S12: what groups are found by."""
     counts = Counter(target for group in view.groups for target in dict.fromkeys(group.targets))
+    for text, said in view.endless.items():
+        yield Problem("S12", text, said, SIMPLER)
     for text in (*counts, *view.ignore):
         if text.startswith("re:") and compiled(text) is None:
             yield Problem("S12", text, "It is no regular expression.", "Correct it.")
         if counts[text] > 1:
             said = f"It is a target of {counts[text]} groups; the last one silently wins."
             yield Problem("S9", text, said, "Let each target stand in one group.")
+
+
+def _schemes(view: View) -> Iterator[Problem]:
+    """C4, S8: groups as they are understood."""
     for group in view.groups:
         scheme, weights, form = group.scheme, group.scheme.weights, group.scheme.format
         if weights is None or form not in FORMATS or form == "dense":
@@ -537,6 +544,7 @@ def _layers(view: View) -> Iterator[Problem]:
 STRUCTURE = (
     _head,
     _raw_groups,
+    _patterns,
     _schemes,
     _orders,
     _shards,

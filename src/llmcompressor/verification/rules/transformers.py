@@ -19,6 +19,7 @@ from math import prod
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
+from llmcompressor.runtime.limits import SIMPLER
 from llmcompressor.verification.expected import is_stored_so
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.modules import Entry
@@ -62,6 +63,8 @@ def _loading(view: View) -> Iterator[Problem]:
     if said := unread_method(view.settings) if view.settings else "":
         yield Problem("T1", "quantization_config", said, NAME_METHOD)
     trial = view.trial
+    for text, said in view.endless.items():
+        yield Problem("T1", text, said, SIMPLER)
     if trial is None:
         yield from _unloaded(view, is_passed_over=False)
         return

@@ -353,8 +353,21 @@ class View:
         return build(self.config, self.plain, is_clean=trial is not None and trial.is_clean)
 
     @cached_property
+    def endless(self) -> dict[str, str]:
+        """Patterns that take without end to match a name, and what to say of each."""
+        every = (text for group in self.groups for text in group.targets)
+        found = {text: compiled(text) for text in (*every, *self.ignore)}
+        return {
+            text: f"To match {one.slow_on[:80]!r} with it takes without end: readers would hang."
+            for text, one in found.items()
+            if one is not None and one.is_slow_on(self.entries)
+        }
+
+    @cached_property
     def trial(self) -> TrialLoad | None:
         """The report of transformers' trial load; ``None`` where there is nothing to try."""
+        if self.endless:
+            return None
         if self.named != OURS if self.settings else not self.mixtures:
             return None
         return trial_load(reader_config(self.config), self.headers, self.dtype, self.plain)
