@@ -726,6 +726,11 @@ def turned_keys_are_quantized(sample: Sample) -> None:
     sample.groups["group_1"] = attention
 
 
+@fault("S69", "model.layers.0.mlp.experts", base="qwen3_moe")
+def biases_of_experts(sample: Sample) -> None:
+    sample.tensors["model.layers.0.mlp.experts.0.up_proj.bias"] = torch.zeros(INNER).bfloat16()
+
+
 @fault("S74", "R", base="qwen3_moe")
 def rotation_of_experts(sample: Sample) -> None:
     _transform(sample)

@@ -243,11 +243,15 @@ def _piece(header: TensorHeader, expert: int, own: slice, *, turned: bool) -> Te
 # ``[experts, hidden, intermediate]`` become ``P.N.gate_proj.weight``, ``P.N.up_proj.weight`` and
 # ``P.N.down_proj.weight``. Each is a contiguous piece of the file: no tensor is read as a whole.
 # The two shapes alone identify this layout: the transposed one, ``[experts, hidden, 2 *
-# intermediate]``, would need ``intermediate = 0`` to look the same.
+# intermediate]``, would need ``intermediate = 0`` to look the same. Granite's ``P.input_linear`` and
+# ``P.output_linear`` are the same two, and become ``P.experts.N…``, as its class and servers call them.
 
-_GATE_UP = "gate_up_proj"
 _DOWN = "down_proj"
 _DIMENSIONS = 3
+_STACK = re.compile(
+    r"(?P<holder>.+)\.(?:(?P<first>gate_up_proj)|down_proj)"
+    r"|(?P<granite>.+\.block_sparse_moe)\.(?:(?P<input>input_linear)|output_linear)"
+)
 
 
 @dataclass(frozen=True)
@@ -272,23 +276,25 @@ class FusedExperts:
     @property
     def whole(self) -> list[str]:
         """Names by which a recipe may refer to the fused stack."""
-        return [self.name, f"{self.name}.{_GATE_UP}", f"{self.name}.{_DOWN}"]
+        stored = (self.gate_up, self.down)
+        return [self.name, *(name.removesuffix(".weight") for name in stored if name)]
 
 
 def find_fused_experts(headers: Mapping[str, TensorHeader]) -> list[FusedExperts]:
     """Return the fused expert stacks of a checkpoint with these tensors."""
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[bool, str]] = {}
     for name, header in headers.items():
-        holder, _, own = name.removesuffix(".weight").rpartition(".")
-        if len(header.shape) == _DIMENSIONS and holder and own in (_GATE_UP, _DOWN):
-            found.setdefault(holder, {})[own] = name
+        match = _STACK.fullmatch(name.removesuffix(".weight"))
+        if len(header.shape) == _DIMENSIONS and match is not None:
+            holder = match["holder"] or f"{match['granite']}.experts"
+            found.setdefault(holder, {})[bool(match["first"] or match["input"])] = name
     fused = []
     for holder, tensors in found.items():
-        gate_up, down = tensors.get(_GATE_UP), tensors.get(_DOWN)
+        gate_up, down = tensors.get(True), tensors.get(False)
         shapes = [headers[name].shape for name in (gate_up, down) if name]
         experts, rows, hidden = shapes[0]
         is_known = shapes[1:] == [(experts, hidden, rows // 2)] and rows % 2 == 0
-        biased = [own for own in tensors if f"{holder}.{own}_bias" in headers]
+        biased = [name for name in tensors.values() if f"{name}_bias" in headers]
         told = " and ".join(str(list(shape)) for shape in shapes)
         problem = (
             "with biases, gate and up interleave in some models"

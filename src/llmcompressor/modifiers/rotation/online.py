@@ -207,11 +207,14 @@ def _rotate_output(
 def tie_weights(online: Iterable[OnlineRotation]) -> None:
     """Mark transforms with the same matrix as tied, so that it is stored once.
 
+    It is stored with the first module that does not make queries or keys, if there is one: vLLM
+    reorders all rows that are stored under these in a Llama 4.
+
     Args:
-        online: attached; all of a model; loaders look for the first.
+        online: attached; all of a model; loaders look for the one that holds the matrix.
     """
     first: dict[int, str] = {}
-    for one in online:
+    for one in sorted(online, key=lambda one: one.module_name.endswith(("q_proj", "k_proj"))):
         transform: Any = one.transform
         key = f"{one.module_name}.{one.child_name}.weight"
         if first.setdefault(id(transform.weight), key) != key:

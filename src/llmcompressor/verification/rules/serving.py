@@ -34,6 +34,7 @@ _OTHER_DEVICE = "Serve it on another device, or choose another scheme."
 _ON_SM90 = "Name the device if it is one (--gpu sm90); else choose another scheme."
 _FEWER = "Use fewer devices, or a group size that divides the shards."
 _ALIKE = "Quantize all experts of a layer alike, or none."
+_PLAIN_EXPERTS = "Ignore the experts by a pattern such as re:.*experts.*: plain stacks are read."
 _CALIBRATE = "Calibrate the cache anew."
 _KERNELS = {
     **dict.fromkeys(("WNA16", "WNA8Int"), "S44"),
@@ -434,6 +435,12 @@ def _experts(view: View) -> Iterator[Problem]:
         elif first.last in ("w1", "w2", "w3") and view.choice(first, "sglang").group is None:
             said = "SGLang looks experts up as gate_proj, up_proj and down_proj."
             yield Problem("G6", path, said, "Target them by class.")
+        if any("bias" in entry.own for entry in every):
+            said = (
+                "Its experts have biases. vLLM reads gate and up of such experts (GPT-OSS) from one "
+                "matrix, their rows in turn, and refuses these or leaves them out."
+            )
+            yield Problem("S69", path, said, _PLAIN_EXPERTS)
         if first.last == "gate_up_proj" and "weight_global_scale" in first.own:
             said = "Its experts hold gate and up in one matrix with one global scale."
             yield Problem("S69", path, said, "Store gate and up by themselves.")
