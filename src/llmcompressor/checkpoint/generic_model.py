@@ -7,7 +7,8 @@ and kind, and the block that it lies in. They follow from the names:
 - ``X.weight`` with two dimensions is a Linear; it is doubtful if X ends in ``norm``;
 - it is an Embedding if X has such a name (``embed_tokens``, ``wte``, …); it is doubtful if the
   name is similar;
-- ``X.weight`` with three to five dimensions is a convolution, unless X is below ``experts``;
+- ``X.weight`` with three to five dimensions is a convolution, unless X is below ``experts`` or it
+  holds matrices;
 - ``X.3.…`` is one of several blocks; the outermost ones are loaded one by one.
 
 Everything else is kept unchanged, each tensor in its own dtype.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +52,8 @@ _HEAD = re.compile(r"(?:.*_)?(?:head|unembed|unembedding|embed_out|output|logits
 _BESIDE = re.compile(r"(?:weight_(?:scale|scale_inv|zero_point|global_scale|shape)|qzeros)$")
 """What a quantized weight has beside it: names that those of a scheme would fall together with."""
 _MATRIX = 2
+_STACK = 3
+_SMALLEST_SIDE = 16
 _CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
 
@@ -310,11 +313,21 @@ def _make_module(path: str, tensors: Mapping[str, TensorHeader]) -> Module:
             if _is_embedding(last):
                 return Embedding(rows, columns, device="meta")
             return Linear(columns, rows, bias=False, device="meta")
-        if dimensions in _CONVOLUTIONS and "experts" not in path.split("."):
+        is_stack = "experts" in path.split(".") or is_stack_of_matrices(header.shape)
+        if dimensions in _CONVOLUTIONS and not is_stack:
             rows, columns, *kernel = header.shape
             kind: Any = _CONVOLUTIONS[dimensions]
             return kind(columns, rows, tuple(kernel), bias=False, device="meta")  # type: ignore[no-any-return]  # of torch
     return TreeBlock() if last.isdigit() else TreePart()
+
+
+def is_stack_of_matrices(shape: Sequence[int]) -> bool:
+    """Return True if a tensor has three dimensions, too large ones for a convolution.
+
+    >>> is_stack_of_matrices((8, 64, 32)), is_stack_of_matrices((64, 1, 4))
+    (True, False)
+    """
+    return len(shape) == _STACK and min(shape[1:]) >= _SMALLEST_SIDE
 
 
 def _is_embedding(name: str) -> bool:

@@ -243,8 +243,8 @@ def _piece(header: TensorHeader, expert: int, own: slice, *, turned: bool) -> Te
 # ``[experts, hidden, intermediate]`` become ``P.N.gate_proj.weight``, ``P.N.up_proj.weight`` and
 # ``P.N.down_proj.weight``. Each is a contiguous piece of the file: no tensor is read as a whole.
 # The two shapes alone identify this layout: the transposed one, ``[experts, hidden, 2 *
-# intermediate]``, would need ``intermediate = 0`` to look the same. Granite's ``P.input_linear`` and
-# ``P.output_linear`` are the same two, and become ``P.experts.N…``, as its class and servers call them.
+# intermediate]``, would need ``intermediate = 0`` to look the same. Granite's ``P.input_linear``
+# and ``P.output_linear`` are the same two, and become ``P.experts.N…``, as its class has them.
 
 _DOWN = "down_proj"
 _DIMENSIONS = 3

@@ -140,12 +140,18 @@ def dense_experts_group(
 
 
 def expert_stacks(model: PreTrainedModel, quantized: Collection[str]) -> list[str]:
-    """Return the modules with stacked matrices of their own and no quantized module inside."""
+    """Return the modules with stacked matrices of their own and no quantized module inside.
+
+    Matrices of experts may also lie one above the other (DBRX).
+    """
     return [
         name
         for name, module in named_modules(model)
-        if not isinstance(module, _ConvNd)
-        and any(parameter.ndim == 3 for parameter in own_parameters(module))
+        if not isinstance(module, _ConvNd | Linear)
+        and any(
+            parameter.ndim == 3 or (parameter.ndim == 2 and "experts." in name)
+            for parameter in own_parameters(module)
+        )
         and not any(other.startswith(f"{name}.") for other in quantized)
     ]
 
@@ -572,6 +578,10 @@ def _ignored_names(
     paths = (path for name in stacks for path in (f"{name}.", f"{places[name]}."))
     # experts that are one 3-D parameter here and Linears elsewhere
     patterns = list(dict.fromkeys(f"{_expert_prefix_pattern(path)}.*" for path in paths))
+    beside = {places[name].rpartition(".")[0] for name in stacks if not name.endswith("experts")}
+    for above in sorted(beside - {""}):  # of several stacks: servers have single experts there
+        pattern = rf"{_expert_prefix_pattern(f'{above}.')}(?:experts\.)?\d+\..*"
+        patterns += [] if any(match_name(one, pattern) for one in taken) else [pattern]
     tensors: dict[str, Tensor] = {}  # that the checkpoint may fuse under names of its own
     for name in plain:
         weight = getattr(names.model.get_submodule(name), "weight", None)

@@ -14,7 +14,13 @@ from torch.nn import Embedding, Linear
 
 from llmcompressor.args.checks import invalid_value, path
 from llmcompressor.args.parsing import told_by_name
-from llmcompressor.checkpoint.generic_model import TreeModel, build_tree, tied_pair, untie_source
+from llmcompressor.checkpoint.generic_model import (
+    TreeModel,
+    build_tree,
+    is_stack_of_matrices,
+    tied_pair,
+    untie_source,
+)
 from llmcompressor.checkpoint.load import fetch
 from llmcompressor.checkpoint.meta_model import MetaModel
 from llmcompressor.checkpoint.moe_names import FusedExperts, find_fused_experts, split_fused_experts
@@ -48,8 +54,6 @@ from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.resolve import ResolvedSchemes
 
 _LINEAR = ["Linear"]
-_OF_A_STACK = 3
-_SMALLEST_SIDE = 16
 """Of what may be a matrix; kernels of convolutions are smaller."""
 
 
@@ -296,7 +300,7 @@ def _warn_unknown_stacks(headers: Mapping[str, TensorHeader], resolved: Resolved
     left = [
         name
         for name, header in headers.items()
-        if len(header.shape) == _OF_A_STACK and min(header.shape[1:]) >= _SMALLEST_SIDE
+        if is_stack_of_matrices(header.shape)
         for module in (name.removesuffix(".weight"),)
         if matches_any(module, stand_in, resolved.targets)
         and not matches_any(module, stand_in, resolved.ignore)

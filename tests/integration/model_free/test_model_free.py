@@ -14,6 +14,7 @@ import torch
 from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file, save_file
+from tests.support import mixtures
 from tests.support import small_models as small
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -131,6 +132,51 @@ def test_the_same_bytes_as_oneshot(
     assert config_of(tmp_path / "names") == config_of(tmp_path / "class")
     written = sorted(path.name for path in (tmp_path / "class").iterdir())
     assert sorted(path.name for path in (tmp_path / "names").iterdir()) == written
+
+
+@pytest.mark.parametrize("ignore", [[], ["re:.*block_sparse_moe.*"]], ids=["", "ignored"])
+def test_granites_stacks_are_written_as_by_oneshot(ignore: list[str], tmp_path: Path) -> None:
+    """They have names of their own in the file, and servers look single experts up."""
+    mixtures.saved("granitemoe", tmp_path / "model")
+    recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head", *ignore])
+    oneshot(model=str(tmp_path / "model"), recipe=recipe, output_dir=tmp_path / "class")
+    model_free_ptq(tmp_path / "model", tmp_path / "names", "W4A16", ignore=["lm_head", *ignore])
+    expected, found = tensors_of(tmp_path / "class"), tensors_of(tmp_path / "names")
+    assert [name for name in expected if not same(expected[name], found[name])] == []
+    assert expected.keys() == found.keys()
+    assert ("model.layers.0.block_sparse_moe.experts.0.up_proj.weight_packed" in found) != bool(
+        ignore
+    )
+    assert verify(tmp_path / "names", serve="vllm", tp=1).ok
+
+
+@pytest.mark.parametrize(
+    "stacks",
+    [
+        {"moe.gate_proj.weight": (4, 32, 64), "moe.down_proj.weight": (4, 64, 32)},
+        {"experts.fc1.weight": (4, 64, 64), "experts.fc2.weight": (4, 32, 64)},
+        {"ffn.experts.mlp.w1": (128, 64), "ffn.experts.mlp.w2": (128, 64)},
+    ],
+    ids=["of three", "transposed", "in rows"],
+)
+def test_stacks_of_unknown_layout_are_ignored_by_servers(
+    stacks: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    """They build experts there all the same, and look for the scheme of the first."""
+    shapes = {"mixer.weight": (64, 64), **stacks}
+    tensors = {f"model.layers.0.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    source = write(tmp_path / "source", tensors)
+    ignore = ["re:.*moe.*"]  # without a gate, down_proj alone would be an error
+    folder = model_free_ptq(source, tmp_path / "out", "W4A16", ignore=ignore)
+    assert same(tensors_of(folder)[(name := list(tensors)[1])], tensors[name])
+    found = verify(folder, serve="vllm", tp=1).findings
+    assert not [one for one in found if one.rule == "S19"]
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["Linear"]
+    (folder / "config.json").write_text(json.dumps(config))
+    found = verify(folder, serve="vllm", tp=1).findings
+    assert {one.module.endswith("experts") for one in found if one.rule == "S19"} == {True}
 
 
 def test_a_tied_head_stays_tied(tmp_path: Path) -> None:

@@ -222,7 +222,10 @@ def stored_inputs(found: Read, name: str) -> list[str]:
 
 def test_a_matrix_is_stored_once(few: Read) -> None:
     assert stored_inputs(few, "all-int8") == ["model.layers.0.mlp.down_proj.R4_input.weight"]
-    assert len(stored_inputs(few, "quip-int8")) == 2  # one per size
+    stored = stored_inputs(few, "quip-int8")
+    assert len(stored) == 2  # one per size
+    # vLLM reorders what is stored with queries or keys in a Llama 4, also the matrix
+    assert not [name for name in stored if "q_proj" in name or "k_proj" in name]
 
 
 def types_of(found: Read, name: str) -> dict[str, str]:

@@ -335,7 +335,10 @@ def test_mixtures_that_are_said_to_be_read_are(
         if one.severity == "error"
     ]
     assert errors == ([] if is_read else ["T6"])
-    assert verify(tmp_path / "model").ok
+    has_biases = name == "gpt_oss" and not ignored  # where vLLM has no place for them
+    assert {one.rule for one in verify(tmp_path / "model").findings if one.severity == "error"} == (
+        {"S69"} if has_biases else set()
+    )
     expected = logits(made).float()
     loaded = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")).float()
     assert (float((loaded - expected).norm() / expected.norm()) < 0.01) == is_read

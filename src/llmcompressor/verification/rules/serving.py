@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from llmcompressor.verification.facts import Severity
-from llmcompressor.verification.modules import EXPERT, Entry
+from llmcompressor.verification.modules import EXPERT, PLAIN_FLOATS, Entry
 from llmcompressor.verification.rules.server_table import (
     LIMITS,
     SPLITS,
@@ -408,6 +408,11 @@ def _drafts(view: View) -> Iterator[Problem]:
 # Experts.
 
 _STACK = re.compile(r".*\.experts\.(?:gate_up_proj|down_proj|gate_proj|up_proj)(?:[._].*)?$")
+_PLAIN_STACK = re.compile(
+    r"(?P<experts>.*\.experts)(?P<rows>\.mlp)?\.(?:(?:gate_up|gate|up|down)_proj|fc[12]|[vw][12])"
+    r"(?:\.weight)?"
+    r"|(?P<beside>.*\.(?:block_sparse_)?moe)\.(?:(?:gate|up|down)_proj|(?:in|out)put_linear)\.weight"
+)
 _EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj")
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -437,8 +442,8 @@ def _experts(view: View) -> Iterator[Problem]:
             yield Problem("G6", path, said, "Target them by class.")
         if any("bias" in entry.own for entry in every):
             said = (
-                "Its experts have biases. vLLM reads gate and up of such experts (GPT-OSS) from one "
-                "matrix, their rows in turn, and refuses these or leaves them out."
+                "Its experts have biases. vLLM reads gate and up of such experts (GPT-OSS) from "
+                "one matrix, their rows in turn, and refuses these or leaves them out."
             )
             yield Problem("S69", path, said, _PLAIN_EXPERTS)
         if first.last == "gate_up_proj" and "weight_global_scale" in first.own:
@@ -532,18 +537,19 @@ def _counts(
 
 def _stacks(view: View) -> Iterator[Problem]:
     """S69 and S19: stacks of codes, and plain stacks that a scheme is looked up for."""
-    plain = []
+    plain = dict[str, None]()
     for name, info in view.headers.items():
-        if "experts" not in name or len(info.shape) < 2 or not _STACK.match(name):
+        module, stack = name.rpartition(".")[0], _PLAIN_STACK.fullmatch(name)
+        if len(info.shape) < 2 or EXPERT.match(module):
             continue
-        if EXPERT.match(name.rpartition(".")[0]):
-            continue
-        if info.dtype in ("I8", "U8", "I32", "F8_E4M3") and not _last(name).startswith("scale"):
+        is_coded = info.dtype in ("I8", "U8", "I32", "F8_E4M3")
+        if is_coded and _STACK.match(name) and not _last(name).startswith("scale"):
             said = "Quantized experts are stored as one stack, which servers do not take."
             yield Problem("S69", name, said, "Store each expert by itself.")
-        elif len(info.shape) == 3 and name.endswith("_proj"):
-            plain.append(name.rpartition(".")[0])
-    for path in dict.fromkeys(plain):
+        is_deep = stack is not None and (len(info.shape) == 3 or stack["rows"])
+        if stack is not None and is_deep and info.dtype in PLAIN_FLOATS:
+            plain[stack["experts"] or f"{stack['beside']}.experts"] = None
+    for path in plain:
         first = Entry(f"{path}.0.gate_proj", {}, "linear", "dense")
         scheme = view.scheme(first)
         wants = scheme is not None and scheme.weights is not None and scheme.format != "dense"
