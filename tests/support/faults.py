@@ -83,6 +83,7 @@ def fault(rule: str, module: str, **more: object) -> Callable[[Plant], Plant]:
 WARNING, NOTE = Severity.WARNING, Severity.NOTE
 BY_TRANSFORMERS = Deployment(server="transformers", tp=(1,))
 SGLANG = Deployment(tp=(1,), server="sglang")
+LLAMA_CPP = Deployment(tp=(1,), server="llama.cpp")
 
 # ------------------------------------------------------------------ the configuration (S1 to S10)
 
@@ -1325,3 +1326,47 @@ def setting_is_changed(sample: Sample) -> None:
 @fault("R6", "tokenizer.json", compared=True, severity=WARNING)
 def tokenizer_is_missing(sample: Sample) -> None:
     del sample.files["tokenizer.json"]
+
+
+# ------------------------------------------------------------------------- llama.cpp (Q1 to Q5)
+
+
+@fault("C7", "rope_parameters", severity=NOTE)
+def base_of_positions_in_rope_parameters_alone(sample: Sample) -> None:
+    sample.config.pop("rope_theta", None)
+    sample.config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500000.0}
+
+
+@fault("Q1", "config_groups", deployment=LLAMA_CPP)
+def two_groups(sample: Sample) -> None:
+    sample.groups["another"] = {**sample.group, "targets": ["re:nothing"]}
+
+
+@fault("Q1", "config_groups", deployment=LLAMA_CPP)
+def number_that_is_no_integer(sample: Sample) -> None:
+    sample.group["weights"]["num_bits"] = 4.0
+
+
+@fault("Q1", "quantization_config", deployment=LLAMA_CPP)
+def underscore_for_the_converter(sample: Sample) -> None:
+    sample.settings["quant_method"] = "compressed_tensors"
+
+
+@fault("Q2", "group_0", base="W3A16", deployment=LLAMA_CPP)
+def three_bits_for_the_converter(sample: Sample) -> None:
+    assert sample.group["weights"]["num_bits"] == 3
+
+
+@fault("Q3", f"{LAYER}.self_attn", base="cache", deployment=LLAMA_CPP)
+def cache_with_scales(sample: Sample) -> None:
+    assert f"{LAYER}.self_attn.k_scale" in sample.tensors
+
+
+@fault("Q4", UP, deployment=LLAMA_CPP)
+def torn_groups(sample: Sample) -> None:
+    sample.group["weights"]["group_size"] = 96
+
+
+@fault("Q5", "group_0", base="FP8_DYNAMIC", severity=NOTE, deployment=LLAMA_CPP)
+def rounded_inputs(sample: Sample) -> None:
+    assert sample.group["input_activations"]

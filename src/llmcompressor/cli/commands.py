@@ -27,7 +27,8 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or name of t
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Serve = Annotated[
-    str | None, typer.Option(help="vllm, transformers or sglang. (default: all of them)")
+    str | None,
+    typer.Option(help="vllm, transformers or sglang, by default all of them; or llama.cpp."),
 ]
 Tp = Annotated[
     list[int] | None,

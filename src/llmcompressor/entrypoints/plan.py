@@ -61,7 +61,7 @@ def plan(
         recipe: as for ``oneshot``.
         dataset: as for ``oneshot``. It is tokenized, to count its tokens.
         output_dir: as for ``oneshot``.
-        serve: the server whose rules are checked; all by default.
+        serve: the server whose rules are checked, as for ``verify``; all by default.
         tp: the size of tensor parallelism to serve with, or several.
         gpu: the device to serve on, such as ``"sm90"`` or ``"h100"``.
         measure: measure this machine for about a second, to estimate the time.

@@ -67,7 +67,8 @@ def verify(
         checkpoint: folder, or the id of a model in the hub's cache.
         reference: the original model, likewise; with it every tensor is accounted for and every
             decoded weight is compared.
-        serve: ``"vllm"``, ``"transformers"`` or ``"sglang"``; the rules of all three by default.
+        serve: ``"vllm"``, ``"transformers"`` or ``"sglang"``, the rules of all three by default; or
+            ``"llama.cpp"``, for what ``convert_hf_to_gguf`` takes.
         tp: size of tensor parallelism, or several; 1, 2, 4 and 8 by default, where a misfit
             above 1 is a warning.
         gpu: the device's capability such as ``"sm90"``, or its name such as ``"h100"``.

@@ -10,9 +10,19 @@ from dataclasses import dataclass
 
 from llmcompressor.verification.facts import Severity
 
-VERSIONS = {"vllm": "0.33", "transformers": "5.22", "sglang": "0.5"}
+VERSIONS = {
+    "vllm": "0.33",
+    "transformers": "5.22",
+    "sglang": "0.5",
+    "llama.cpp": "of August 2026",
+}
 """The releases whose rules these are."""
-_NAMES = {"vllm": "vLLM", "transformers": "transformers", "sglang": "SGLang"}
+_NAMES = {
+    "vllm": "vLLM",
+    "transformers": "transformers",
+    "sglang": "SGLang",
+    "llama.cpp": "llama.cpp",
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ C2 |  | error | headers, by transformers | tensors have the shapes and dtypes of
 C4 |  | error | configuration | schemes are those that their formats hold
 C5 |  | error | headers, by transformers | the class of config.json can be built
 C6 |  | error | headers, by transformers | the class takes what is stored
+C7 |  | note | configuration | all readers find the base of positions
 V1 |  | error | all data | scales are not an untouched buffer
 V2 |  | error | all data | zero points and codes are in range and were calculated
 V3 |  | error | all data | unused bits of packed words are zero
@@ -151,6 +162,11 @@ G4 | sglang | limit | headers | embeddings stay plain
 G5 | sglang | limit | headers | Linears have a scheme that is served, no rotation in the forward
 G6 | sglang | limit | headers | experts have a scheme that is served
 G7 | sglang | limit | headers | heads and caches are served
+Q1 | llama.cpp | error | configuration | one group, with its arguments in full
+Q2 | llama.cpp | error | headers | the converter unpacks the scheme
+Q3 | llama.cpp | error | headers | each tensor has a place in GGUF
+Q4 | llama.cpp | error | headers | columns are whole groups
+Q5 | llama.cpp | note | headers | what llama.cpp computes instead
 """
 
 

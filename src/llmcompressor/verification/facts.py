@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SERVERS = ("vllm", "transformers", "sglang")
+READERS = (*SERVERS, "llama.cpp")
+"""Servers, and what is asked about by name alone."""
 DEFAULT_TP = (1, 2, 4, 8)
 _DEVICES = {
     "v100": 70,
@@ -117,7 +119,7 @@ class Deployment:
     """Deployment of a checkpoint, as far as it is known.
 
     Attributes:
-        server: ``vllm``, ``transformers`` or ``sglang``; all of them if ``None``.
+        server: ``vllm``, ``transformers`` or ``sglang``, all of them if ``None``; or ``llama.cpp``.
         tp: sizes of tensor parallelism. With the default a misfit above 1 is a warning, sizes
             that are given count in full.
         gpu: the device's capability as ``sm90``, or its name as ``h100``.
@@ -133,10 +135,10 @@ class Deployment:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.server is not None and self.server not in SERVERS:
+        if self.server is not None and self.server not in READERS:
             raise ArgumentError(
                 f"There are no rules for a server named {self.server!r}.",
-                did_you_mean(self.server, SERVERS),
+                did_you_mean(self.server, READERS),
             )
         if not self.tp or any(size < 1 for size in self.tp):
             raise ArgumentError(
@@ -175,7 +177,7 @@ class Deployment:
 
     def concerns(self, server: str) -> bool:
         """True if the rules of ``server`` are checked."""
-        return not server or self.server is None or self.server == server
+        return not server or self.server == server or (self.server is None and server in SERVERS)
 
     def tp_severity(self, tp: int) -> Severity:
         """Severity of a checkpoint that cannot be split ``tp`` ways."""

@@ -11,9 +11,11 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from tests.support.checkpoint_samples import Sample
+from tests.support.small_models import token_rows
+from tests.support.thinned import few
 from transformers import AutoModelForCausalLM
 
-from llmcompressor import oneshot, verify
+from llmcompressor import oneshot, plan, verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification import Severity
 from llmcompressor.verification.scheme import parse_groups
@@ -115,3 +117,21 @@ def test_what_is_saved_after_a_forward_is_for_transformers(
     noise = verify(sample.write(tmp_path / "noise"), source, serve="transformers").findings
     errors = [(one.rule, one.module) for one in noise if one.severity is Severity.ERROR]
     assert errors == [("R3", "model.layers.0.mlp.up_proj")]
+
+
+CONVERTED = ("W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4")
+
+
+@pytest.mark.parametrize("preset", few([*CONVERTED, "FP8", "MXFP4", "W3A16"], "W4A16", "MXFP4"))
+def test_what_llama_cpp_converts(
+    preset: str, good: Callable[[str], Sample], source: Path, tmp_path: Path
+) -> None:
+    """As its converter of August 2026 did with these presets."""
+    folder = good(preset).write(tmp_path / "folder")
+    found = verify(folder, serve="llama.cpp").findings
+    assert {one.server for one in found} <= {"llama.cpp"}
+    errors = [one for one in found if one.severity is Severity.ERROR]
+    assert bool(errors) == (preset not in CONVERTED)
+    recipe = QuantizationModifier(targets="Linear", scheme=preset, ignore=["lm_head"])
+    planned = plan(str(source), recipe, token_rows(), serve="llama.cpp", measure=False)
+    assert planned.ok is (preset in CONVERTED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of the schemes that servers take, read in vLLM 0.33.0 and SGLang 0.5.23.
+"""Table of the schemes that servers take, read in vLLM 0.33.0, SGLang 0.5.23 and llama.cpp.
 
 A row names the weights, inputs, outputs and formats that it is about, and what they are served as,
 or why not; the first row of a server and kind of module that fits a scheme decides.
@@ -42,6 +42,7 @@ PATTERNS: Mapping[str, Match] = {
     "dynamic tensor": {"dynamic": _DYNAMIC, "strategy": "tensor"},
     "static asymmetric": {"dynamic": False, "symmetric": False},
     "asymmetric": {"symmetric": False},
+    "rows or blocks": {"strategy": ("channel", "block")},
     "groups": {"strategy": _ROW_OR_GROUP},
     "blocks": {"strategy": "block"},
     "blocks of 128": {"block": ((128, 128),)},
@@ -67,6 +68,7 @@ PATTERNS: Mapping[str, Match] = {
     "int groups": _INT,
     "int group": {"kind": "int", "strategy": "group"},
     "int 2 to 8": {**_INT, "bits": tuple(range(2, 9))},
+    "int group 2 4 8": {**_INT, "bits": (2, 4, 8), "strategy": "group"},
     "int 2 4 8": {**_INT, "bits": (2, 4, 8)},
     "int 2 4 8 symmetric": {**_INT, "bits": (2, 4, 8), "symmetric": True},
     "int4 symmetric": {**_INT, "bits": 4, "symmetric": True},
@@ -106,6 +108,8 @@ FORMATS: Mapping[str, Collection[str]] = {
     "unpacked": ACTIVATION_FORMATS,
     "integers": ("pack-quantized", "int-quantized"),
     "bytes": ("int-quantized",),
+    "numbers": ("naive-quantized", "int-quantized", "float-quantized"),
+    "nvfp4": ("nvfp4-pack-quantized",),
 }
 """Words of the table → formats."""
 
@@ -347,6 +351,26 @@ TABLE: Mapping[tuple[str, str], tuple[Row, ...]] = {
         * | * | * | * | * | experts
         """
     ),
+    ("llama.cpp", "linear"): _rows(  # convert_hf_to_gguf of August 2026 (Q2)
+        """
+        nvfp4 | * | * | nvfp4 | * | nvfp4
+        int group 2 4 8 | * | * | packed | * | packed
+        int group | * | * | packed | * |
+            ! Packed integers are read of 2, 4 and 8 bits, not of {weights.bits}.
+        * | * | * | packed | * |
+            ! Packed integers are read in groups alone.
+            ! Quantize in groups (W4A16).
+        asymmetric | * | * | numbers | * |
+            ! Zero points have no place there.
+            ! Quantize symmetrically.
+        rows or blocks | * | * | numbers | * | numbers
+        * | * | * | numbers | * |
+            ! Numbers are read with scales per channel or in blocks alone.
+            ! Quantize per channel (FP8_DYNAMIC).
+        * | * | * | * | * |
+            ! The format {format} is not read.
+        """
+    ),
     ("sglang", "head"): _rows(  # G7
         """
         blocks | * | * | * | * |
@@ -374,7 +398,7 @@ def served(
     Args:
         scheme: the scheme, with weights.
         of: the kind of module.
-        server: ``vllm`` or ``sglang``.
+        server: ``vllm``, ``sglang`` or ``llama.cpp``.
         capability: of the device; one that is not known is taken to fit.
 
     >>> served(Scheme(Args(4, "int", True, "group", 128), format="pack-quantized")).name

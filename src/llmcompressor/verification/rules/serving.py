@@ -26,7 +26,15 @@ from llmcompressor.verification.rules.server_table import (
     served,
 )
 from llmcompressor.verification.rules.view import Problem, View, joined
-from llmcompressor.verification.scheme import Args, Group, Scheme, compiled, parse_args
+from llmcompressor.verification.scheme import (
+    NAME_METHOD,
+    OURS,
+    Args,
+    Group,
+    Scheme,
+    compiled,
+    parse_args,
+)
 from llmcompressor.verification.transformers_model import module_classes
 
 NOTE, WARNING = Severity.NOTE, Severity.WARNING
@@ -258,6 +266,9 @@ _ACCEPTED = re.compile(
     r"|.*\.mixer\.[kv]_proj\.[kv]_scale$|.*\.attn\.[qkv]_scale$|.*\.kv_scale$"
 )
 _OLD = re.compile(r".*\.[kv]_proj\.output_scale$")
+_STRAY = re.compile(
+    r"(?:weight|input|output|[qkv])_(?:\w+_)?(?:scale|zero_point|shape|g_idx|packed)"
+)
 
 
 def cache_of(view: View) -> Args | None:
@@ -327,7 +338,12 @@ def _cache_values(view: View, scales: list[str]) -> Iterator[Problem]:
     for path in view.attentions:
         is_draft = "mtp" in path or view.is_draft(path)
         owns = () if is_draft else ("k_scale", "v_scale")
-        missing = [own for own in owns if not _has_scale(view, path, own)]
+        parts = ("", "{}_proj.", "qkv_proj.", "attn.")
+        missing = [
+            own
+            for own in owns
+            if not any(f"{path}.{part.format(own[0])}{own}" in view.headers for part in parts)
+        ]
         if missing:
             said = f"It has no {joined(missing)}; 1.0 is used."
             yield Problem("S54", path, said, _CALIBRATE)
@@ -348,11 +364,6 @@ def _cache_values(view: View, scales: list[str]) -> Iterator[Problem]:
         ):
             said = f"The keys and values that it reads are those of {source}, whose scale differs."
             yield Problem("S54", name, said, "Store the same for both.")
-
-
-def _has_scale(view: View, path: str, own: str) -> bool:
-    places = (f"{path}.{own}", f"{path}.{own[0]}_proj.{own}", f"{path}.qkv_proj.{own}")
-    return any(place in view.headers for place in (*places, f"{path}.attn.{own}"))
 
 
 # --------------------
@@ -598,7 +609,10 @@ def _transforms(view: View) -> Iterator[_Transform]:
         applied = raw.get("apply")
         for one in applied if isinstance(applied, list) else ():
             if isinstance(one, Mapping):
-                targets, ignored = (_texts(one.get(key)) for key in ("targets", "ignore"))
+                targets, ignored = (
+                    [one[key]] if isinstance(one.get(key), str) else list(one.get(key) or ())
+                    for key in ("targets", "ignore")
+                )
                 reached = tuple(
                     entry
                     for entry in view.matrices
@@ -606,10 +620,6 @@ def _transforms(view: View) -> Iterator[_Transform]:
                     and not any(_names(text, entry) for text in ignored)
                 )
                 yield _Transform(name, raw, one, str(one.get("location")), reached)
-
-
-def _texts(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or ())
 
 
 def _names(text: str, entry: Entry) -> bool:
@@ -778,6 +788,71 @@ def _sglang(view: View) -> Iterator[Problem]:
             yield Problem("G5", name, said, "Serve it on another device.")
 
 
+# --------------------
+# llama.cpp alone, which reads what its convert_hf_to_gguf makes.
+
+_NVFP4 = "nvfp4-pack-quantized"
+_SUPER = 64
+"""Columns of the converter's blocks of NVFP4."""
+_SCALES = {_NVFP4: {"weight_scale", "weight_global_scale", "input_global_scale", "weight_packed"}}
+_USED = {"weight_scale", "weight_packed", "weight_shape", "weight_zero_point"}
+
+
+def _llama_cpp(view: View) -> Iterator[Problem]:
+    """Q1 to Q5."""
+    if view.deployment.server != "llama.cpp" or not view.settings:
+        return
+    place, raw = "quantization_config", view.settings.get("config_groups")
+    groups = list(raw.values()) if isinstance(raw, Mapping) else []
+    formats = {group.scheme.format for group in view.groups}
+    if view.named != OURS:
+        said = f"Its quant_method is {view.named!r}: the converter knows {OURS!r} alone."
+        yield Problem("Q1", place, said, NAME_METHOD)
+    if len(groups) != 1 and formats != {_NVFP4}:
+        said = f"It has {len(groups)} groups, and the converter takes one."
+        yield Problem(
+            "Q1", "config_groups", said, "Quantize all modules alike, and no cache alone."
+        )
+    weights = groups[0].get("weights") if groups and isinstance(groups[0], Mapping) else None
+    is_in_full = isinstance(weights, Mapping) and (
+        isinstance(weights.get("strategy"), str)
+        and all(isinstance(weights.get(key), int | None) for key in ("num_bits", "group_size"))
+    )
+    if formats != {_NVFP4} and not is_in_full:
+        said = "The converter takes num_bits, group_size and strategy as they stand, as numbers."
+        yield Problem("Q1", "config_groups", said, "Write the group's arguments in full.")
+    for group in (group for group in view.groups if group.scheme.weights is not None):
+        row = served(group.scheme, server="llama.cpp")
+        if not row.name:
+            said = f"{row.why(group.scheme)} It is {group.scheme}."
+            yield Problem("Q2", group.name, said, row.remedy)
+        elif group.scheme.inputs is not None:
+            said = "It computes with weights alone: inputs are not rounded."
+            yield Problem("Q5", group.name, said, "Measure the quality there.")
+    yield from _places_in_gguf(view)
+
+
+def _places_in_gguf(view: View) -> Iterator[Problem]:
+    for entry in view.entries.values():
+        scheme = view.written(entry) if entry.kind != "other" else None
+        used = _SCALES.get(str(scheme.format), _USED) if scheme is not None else set()
+        stray = [own for own in entry.own if own not in used and _STRAY.fullmatch(own)]
+        stray += sorted({"weight_scale"} & set(view.kept_scales(entry)))
+        if stray:
+            said = f"Its {joined(stray)} cannot be mapped, or is applied twice."
+            remedy = "Leave out scales of caches, inputs and outputs, and what is not compressed."
+            yield Problem("Q3", entry.name, said, remedy)
+    for entry, scheme in view.coded:
+        args, columns = scheme.weights, view.columns(entry, scheme)
+        unit = _SUPER if scheme.format == _NVFP4 else args.group if args is not None else 0
+        if unit and columns and columns % unit:
+            said = f"Its {columns} columns are no multiple of {unit}."
+            yield Problem("Q4", entry.name, said, "Leave it unquantized, or take other groups.")
+    if online := in_the_forward(view):
+        said = f"llama.cpp reads no transform_config: {joined(online)} is not applied."
+        yield Problem("Q3", "transform_config", said, FUSED)
+
+
 SERVING = (
     _device,
     _modules,
@@ -791,5 +866,6 @@ SERVING = (
     _stacks,
     _transform_limits,
     _sglang,
+    _llama_cpp,
 )
 """The checks of this file."""

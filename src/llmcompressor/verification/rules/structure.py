@@ -37,6 +37,8 @@ _ARGUMENTS = (
     "num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype "
     "zp_dtype observer observer_kwargs"
 )
+CONVERTED = frozenset({"bitnet", "fp8", "gptq", "modelopt", "mxfp4"})
+"""Methods of others that llama.cpp's converter takes."""
 _PARTS = ("weights", "input_activations", "output_activations")
 _GONE = ("sparse-24-bitmask", "sparse-bitmask", "marlin-24")
 _REWRITE = "Write the configuration anew."
@@ -99,10 +101,32 @@ def _foreign(view: View) -> Iterator[Problem]:
     )
     remedy = "Ask the tools of that method about the rest, and leave its configuration as it is."
     yield Problem("S1", place, said, remedy, Severity.NOTE)
+    if view.named not in CONVERTED:
+        said = f"convert_hf_to_gguf refuses the method {view.named or view.method!r}."
+        yield Problem("Q1", place, said, "Convert the original.")
     if said := unread_method(view.settings):
         severity = None if view.deployment.server == "transformers" else WARNING
         remedy = "Read it with what it was made for."
         yield Problem("T1", place, said, remedy, severity)
+
+
+# Models that mlx-lm's classes of the same name read without rope_parameters → their base there.
+_BASES = {**dict.fromkeys(("llama", "mistral", "phi3", "smollm3"), 10_000.0), "qwen2": 1_000_000.0}
+
+
+def _positions(view: View) -> Iterator[Problem]:
+    """C7."""
+    found, usual = view.text.get("rope_parameters"), _BASES.get(str(view.text.get("model_type")))
+    if not isinstance(found, Mapping) or usual is None or view.deployment.server is not None:
+        return
+    base, kind = found.get("rope_theta"), found.get("rope_type", "default")
+    if view.text.get("rope_theta") is None and (base not in (None, usual) or kind != "default"):
+        said = (
+            f"The base {base} and the scaling ({kind}) stand in rope_parameters alone: mlx-lm "
+            f"computes with the base {usual:g} and none, silently, and mistralrs refuses it."
+        )
+        remedy = "For those two write rope_theta and rope_scaling beside it, with the same values."
+        yield Problem("C7", "rope_parameters", said, remedy)
 
 
 def _raw_groups(view: View) -> Iterator[Problem]:
@@ -543,6 +567,7 @@ def _layers(view: View) -> Iterator[Problem]:
 
 STRUCTURE = (
     _head,
+    _positions,
     _raw_groups,
     _patterns,
     _schemes,
