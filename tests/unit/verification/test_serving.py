@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.checkpoint_samples import HIDDEN, INNER, Sample, dense, made, sparse
+from tests.support.checkpoint_samples import HIDDEN, INNER, Sample, dense, made, mixture, sparse
 from tests.support.faults import FAULTS, Fault
 from tests.support.sample_bases import MADE
 from tests.support.thinned import thinned
@@ -180,6 +180,18 @@ def test_rotations_of_reordered_rows(holder: str, location: str, kind: str, tmp_
     sample.tensors[name] = torch.eye(HIDDEN).bfloat16()
     is_wrong = location == "output" or (holder == "q_proj" and kind != "hadamard")
     assert severity(sample, tmp_path, "S74") == ({Severity.ERROR} if is_wrong else set())
+
+
+@pytest.mark.parametrize(("stacked", "apart", "found"), [(0, 1, {Severity.ERROR}), (1, 0, set())])
+def test_a_llama_4_is_read_in_stacks_behind_the_first(
+    stacked: int, apart: int, found: set[Severity], tmp_path: Path
+) -> None:
+    path = "model.layers.{}.feed_forward"
+    own = f"{path.format(stacked)}.experts"
+    shapes = dense() | mixture(path.format(apart))
+    sample = made(shapes, model_type="llama4_text", ignore=(f"re:.*{own}.*",))
+    sample.tensors[f"{own}.gate_up_proj"] = torch.ones(3, HIDDEN, 2 * INNER).bfloat16()
+    assert severity(sample, tmp_path, "S69") == found
 
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True}

@@ -42,6 +42,7 @@ _OTHER_DEVICE = "Serve it on another device, or choose another scheme."
 _ON_SM90 = "Name the device if it is one (--gpu sm90); else choose another scheme."
 _FEWER = "Use fewer devices, or a group size that divides the shards."
 _ALIKE = "Quantize all experts of a layer alike, or none."
+_ALL_ALIKE = "Quantize the experts of all layers, or none."
 _PLAIN_EXPERTS = "Ignore the experts by a pattern such as re:.*experts.*: plain stacks are read."
 _CALIBRATE = "Calibrate the cache anew."
 _KERNELS = {
@@ -568,6 +569,15 @@ def _stacks(view: View) -> Iterator[Problem]:
             said = f"The configuration quantizes its experts to {scheme}, and the file holds plain "
             remedy = "Ignore them by a pattern such as re:.*experts.*, or quantize them."
             yield Problem("S19", path, f"{said}ones, in stacks.", remedy)
+        behind = [one for one in view.mixtures if _layer(one) > _layer(path)]
+        if behind and str(view.text.get("model_type")).startswith("llama4"):
+            said = f"It holds stacks, behind which vLLM takes those of {joined(behind, 1)} for "
+            yield Problem("S69", path, f"{said}stacks too.", _ALL_ALIKE)
+
+
+def _layer(path: str) -> int:
+    """Index of the layer that a path lies in; 0 if there is none."""
+    return next((int(part) for part in path.split(".") if part.isdigit()), 0)
 
 
 # --------------------
