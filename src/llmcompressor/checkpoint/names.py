@@ -55,6 +55,7 @@ from llmcompressor.transformers_internals import (
     original_patterns,
     set_conversions,
 )
+from llmcompressor.verification.modules import family_of, mapped_name, prefix_of
 
 # a letter with a digit, as in w1: no pattern that has it can tell one layer from another by it
 _LETTERED = re.compile(r"(?<!\\)[A-Za-z_]\d+")
@@ -453,16 +454,40 @@ class NameMap:
                 [one.removesuffix(".weight") for one in places if one.endswith(".weight")],
             )
 
-    def in_vllm(self, stored: Mapping[str, str]) -> dict[str, str]:
-        """Return the name in vLLM of each module in a result of :meth:`stored`, less its prefix."""
+    def in_vllm(self, stored: Mapping[str, str]) -> dict[str, ServedName]:
+        """Return the name in vLLM of each module in a result of :meth:`stored`."""
         config = self.model.config
         is_wrapped = text_config(config) is not config or any(
             name != other for name, other in stored.items()
         )
-        return {
-            name: IN_LAYER.sub(r"\1moe.experts.", _vllm_name(place) if is_wrapped else place)
-            for name, place in stored.items()
-        }
+        settings, _ = _written_config(self.model)
+        described = _file_config(self.model) if settings is None else settings.to_dict()
+        owns = {place.rpartition(".")[2] for place in stored.values()}
+        family = family_of(described, owns)
+        unnamed = {} if family.names_shards else family.fused
+        joined = {own: key for key, shards in unnamed.items() for own in shards}
+        found = {}
+        for name, place in stored.items():
+            path = mapped_name(place, described, family)
+            if is_wrapped and path == place:
+                path = _vllm_name(place)
+            prefix = IN_LAYER.sub(r"\1moe.experts.", prefix_of(path, described, family))
+            parent, dot, own = prefix.rpartition(".")
+            prefix = f"{parent}{dot}{joined.get(own, own)}"
+            found[name] = ServedName(prefix, follows=prefix == path)
+        return found
+
+
+class ServedName(NamedTuple):
+    """The name under which vLLM looks up the scheme of a module, less its prefix.
+
+    It is that of what the module is joined with, where shards are not asked for.
+    """
+
+    path: str
+    """Empty for a module that is found by its class alone."""
+    follows: bool
+    """vLLM renames the checkpoint's name in the configuration likewise."""
 
 
 def _collapse_expert(name: str) -> str:
@@ -506,19 +531,22 @@ def _loader_classes(model: PreTrainedModel) -> Iterator[tuple[Any, Any]]:
         yield text, settings.get_text_config()
 
 
-def _written_config(model: PreTrainedModel) -> tuple[Any, list[str]]:
-    """Return the configuration and the class names that the written checkpoint will have.
-
-    It is the model's own, unless the model is a part of what the file describes, or is made of it.
-    """
+def _file_config(model: PreTrainedModel) -> Mapping[str, Any]:
     place, content = model.config.name_or_path, None
     try:
         file = Path(place or "") / "config.json"
         content = json.loads(file.read_text(encoding="utf-8")) if place else {}
     except (OSError, ValueError):  # reported where it is needed
         content = {}
-    if not isinstance(content, Mapping):
-        content = {}
+    return content if isinstance(content, Mapping) else {}
+
+
+def _written_config(model: PreTrainedModel) -> tuple[Any, list[str]]:
+    """Return the configuration and the class names that the written checkpoint will have.
+
+    It is the model's own, unless the model is a part of what the file describes, or is made of it.
+    """
+    content = _file_config(model)
     is_part = len(config_levels(dict(content), model.config)) > 1
     if model.config.model_type and not is_part:
         return model.config, []  # it is written with its own class

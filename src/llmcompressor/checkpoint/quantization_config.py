@@ -39,7 +39,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
-from llmcompressor.checkpoint.names import IN_LAYER, INDEXED, NameMap
+from llmcompressor.checkpoint.names import IN_LAYER, INDEXED, NameMap, ServedName
 from llmcompressor.checkpoint.packing import QuantizedModule
 from llmcompressor.checkpoint.source import (
     check_format,
@@ -164,7 +164,7 @@ class _Candidate:
         name: name in the module tree.
         stored: name in the checkpoint.
         others: its names in other classes that load the checkpoint.
-        served: its name in vLLM: like ``stored``, possibly after other prefixes.
+        served: its name in vLLM.
         classes: class names that compressed-tensors compares.
         served_class: its class in vLLM; empty if it is matched by name only.
         group: index of its group, ``None`` if it is not quantized.
@@ -173,7 +173,7 @@ class _Candidate:
     name: str
     stored: str
     others: tuple[str, ...]
-    served: str
+    served: ServedName
     classes: frozenset[str]
     served_class: str
     group: int | None
@@ -181,7 +181,16 @@ class _Candidate:
     @property
     def names(self) -> tuple[str, ...]:
         """All names to write where the module is targeted by name."""
-        return tuple(dict.fromkeys((self.name, self.stored, *self.others)))
+        return tuple(dict.fromkeys((self.name, self.stored, *self.others, *self.asked)))
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The name that vLLM asks for where it does not follow the checkpoint's.
+
+        Experts directly in a layer have patterns instead.
+        """
+        is_own = self.served.path and not self.served.follows
+        return (self.served.path,) if is_own and not IN_LAYER.search(self.stored) else ()
 
 
 @dataclass
@@ -391,12 +400,12 @@ class _TargetMatcher:
     def matches_in_vllm(self, item: _Candidate) -> bool:
         """Return True if vLLM matches the module."""
         by_name = item.name in self.exact or item.stored in self.exact
-        by_name &= IN_LAYER.search(item.stored) is None
+        by_name = (by_name and item.served.follows) or item.served.path in self.exact
         kind = item.served_class
         if kind not in self._served:
             by_class = any(target in kind.lower() for target in self._lower) or self._match(kind)
             self._served[kind] = bool(kind) and by_class
-        return by_name or self._match(item.served) or self._served[kind]
+        return by_name or self._match(item.served.path) or self._served[kind]
 
     def means(self, name: str) -> bool:
         """Return True if a target is this name or a pattern that matches it."""
@@ -439,7 +448,7 @@ def _choose_targets(
         # a module targeted by name may have other names in the checkpoint and elsewhere
         others = (name for target in group.targets for name in names.get(target, ()))
         group.targets = list(dict.fromkeys([*group.targets, *others]))
-        more = (*_head_targets(group, candidates), *_expert_targets(group))
+        more = (*_named_targets(group, candidates), *_expert_targets(group))
         group.targets = list(dict.fromkeys([*group.targets, *more]))
     if _is_unambiguous(groups, candidates, ignore):
         return
@@ -447,17 +456,30 @@ def _choose_targets(
     by_name = {item.name: item for item in candidates}
     for group in groups:
         own = [name for entry in group.members for name in by_name[entry.name].names]
-        more = (*_head_targets(group, candidates), *_layer_expert_targets(group))
+        more = (*_named_targets(group, candidates), *_layer_expert_targets(group))
         group.targets = list(dict.fromkeys([*own, *more]))
 
 
-def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
-    """Return the names of output heads: vLLM matches them by name only, perhaps with a prefix."""
-    members = {entry.name for entry in group.members if isinstance(entry.module, Linear)}
-    heads = [item for item in candidates if not item.served_class and item.name in members]
+def _named_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
+    """Return what vLLM finds heads and tables by, where ``Linear`` or a name does not do.
+
+    Heads are matched by name only, perhaps with a prefix; a table that is built without a name by
+    its class.
+    """
+    members = {entry.name: entry.module for entry in group.members}
+    mine = [item for item in candidates if item.name in members]
+    heads = [one for one in mine if not one.served_class and isinstance(members[one.name], Linear)]
+    met = _TargetMatcher(group.targets)
+    tables = [
+        one for one in mine if not one.served.path and isinstance(members[one.name], Embedding)
+    ]
     return [
-        rf"re:(?:.*\.)?{re.escape(item.stored)}$" if "." not in item.stored else item.stored
-        for item in heads
+        *(
+            rf"re:(?:.*\.)?{re.escape(name)}$" if "." not in name else name
+            for item in heads
+            for name in (item.stored, *item.asked)
+        ),
+        *(one.served_class for one in tables if not met.matches_in_vllm(one)),
     ]
 
 
@@ -532,10 +554,11 @@ def _target_missing_projections(
     for item in candidates:
         for lacking in absent.get(item.name, ()):
             own, other = (each.rpartition(".")[2] for each in (item.name, lacking))
-            name, stored, served, *others = (
+            name, stored, path, *others = (
                 f"{each.removesuffix(own)}{other}"
-                for each in (item.name, item.stored, item.served, *item.others)
+                for each in (item.name, item.stored, item.served.path, *item.others)
             )
+            served = item.served._replace(path=path)
             partner = replace(item, name=name, stored=stored, served=served, others=tuple(others))
             if item.group is not None and not targets[item.group].matches_in_vllm(partner):
                 groups[item.group].targets += partner.names
@@ -566,13 +589,12 @@ def _ignored_names(
             plain.append(name)
     stored = names.stored([name for name in plain if name not in known])
     stored |= {name: item.stored for name, item in known.items()}
-    taken = {item.stored for item in candidates if item.group is not None}
-    found = [
-        entry
-        for name in plain
-        for entry in dict.fromkeys((name, stored[name], *names.in_loaders.get(stored[name], ())))
-        if entry == name or entry not in taken
-    ]
+    taken = {one for item in candidates if item.group is not None for one in item.names}
+    found = []
+    for name in plain:
+        asked = known[name].asked if name in known else ()
+        every = (name, stored[name], *names.in_loaders.get(stored[name], ()), *asked)
+        found += [one for one in dict.fromkeys(every) if one == name or one not in taken]
     stacks = expert_stacks(names.model, quantized_names) if "Linear" in types else []
     places = names.stored(stacks)
     paths = (path for name in stacks for path in (f"{name}.", f"{places[name]}."))

@@ -19,9 +19,8 @@ from llmcompressor.planning.result import Match, ModuleRow
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.schemes.assign import (
     is_quantizable,
-    is_router,
-    is_unquantized_when_served,
     matching_targets,
+    reason_to_leave,
 )
 from llmcompressor.schemes.checks import describe_arguments
 from llmcompressor.schemes.presets import format_of
@@ -190,7 +189,12 @@ def module_rows(
         if scheme is not None:
             key = (name_pattern(name), words[id(scheme)], formats[id(scheme)], "")
         else:
-            key = (name_pattern(name), "dense", "", _why_dense(name, module, wanted, embedded))
+            key = (
+                name_pattern(name),
+                "dense",
+                "",
+                _why_dense(model, name, module, wanted, embedded),
+            )
         rows.setdefault(key, []).append(weights)
     for one in planned:
         if one.is_attention:
@@ -210,6 +214,7 @@ def _matrices(model: Module) -> Iterator[tuple[str, Module, int]]:
 
 
 def _why_dense(
+    model: Module,
     name: str,
     module: Module,
     patterns: Sequence[tuple[Modifier, TargetIndex, TargetIndex]],
@@ -224,9 +229,9 @@ def _why_dense(
             entry = next((one for one in near if matches(name, module, one)), None)
             if entry is not None:
                 return f"ignored by {entry!r}"
-    if targeted and is_unquantized_when_served(name, module):
-        kind = "a router" if is_router(name, module) else "a part of an indexer"
-        return f"{kind}, which engines serve unquantized"
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if targeted and (reason := reason_to_leave(name, module, parent)):
+        return reason
     if targeted and any(id(one) in embedded for one in own_parameters(module)):
         return "its weight is the input embedding's"
     if targeted:

@@ -5,8 +5,9 @@ Matching is done by compressed-tensors, because the loader of the checkpoint dec
 (A Linear of an expert may also match by a second name, which is never written to a checkpoint.)
 Four decisions on top of it keep the checkpoint servable. Each is logged once, with names:
 
-- **Router gates stay unquantized.** A class target such as ``Linear`` does not match the router
-  gate of an MoE: engines build gates unquantized. Naming a gate still quantizes it.
+- **What engines build unquantized stays so.** A class target such as ``Linear`` does not match
+  the router gate of an MoE, what joins the inputs of a draft layer, or a module whose weight its
+  parent uses without calling it (:func:`reason_to_leave`). Naming one still quantizes it.
 - **A tied head stays unquantized.** A class target does not match an output head that shares its
   weight with the input embedding: a packed weight cannot be shared. Naming the head quantizes it,
   and then the weights must be untied first (``tied_weights`` in
@@ -48,7 +49,14 @@ from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.attention import is_cached_attention
 
 _ROUTER = re.compile(r"(?:.*\.)?(?:(?:gate|router)(?:\..+)?|router_gate|shared_expert_gate)")
-_INDEXER = re.compile(r"(?:.*\.)?indexer\.(?:wk|weights_proj)")
+_SERVED_PLAIN = {
+    "a part of an indexer": re.compile(r"(?:.*\.)?indexer\.(?:wk|weights_proj)"),
+    "a part of a draft layer": re.compile(
+        r"(?:.*\.)?(?:eh_proj|mtp_linear_proj(?:\.\d+)?|mtp_layers\.\d+\.input_proj|shared_head\.head)"
+    ),
+    "a step of a state-space model": re.compile(r"(?:.*\.)?dt_proj"),
+}
+"""What is built plain → its names: the indexer selects the tokens of sparse attention."""
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 
 
@@ -62,12 +70,53 @@ def is_router(name: str, module: Module) -> bool:
     return bool(_ROUTER.fullmatch(name) or _ROUTER_CLASS.search(type(module).__name__))
 
 
-def is_unquantized_when_served(name: str, module: Module) -> bool:
-    """Return True if serving engines build a module unquantized.
+def reason_to_leave(name: str, module: Module, parent: Module | None) -> str:
+    """The reason why a class target leaves a Linear unquantized; empty if there is none.
 
-    These are MoE routers and parts of the indexer, which selects the tokens of sparse attention.
+    No reader has codes in its place: engines build it plain, or its parent reads its weight.
+
+    Args:
+        name: of the Linear, in the model.
+        module: the Linear.
+        parent: the module that holds it, if known.
+
+    >>> reason_to_leave("model.layers.0.mlp.gate", torch.nn.Linear(1, 1), None)
+    'a router, which engines serve unquantized'
+    >>> reason_to_leave("out_proj", torch.nn.Linear(2, 2), torch.nn.MultiheadAttention(2, 1))
+    'a weight that MultiheadAttention uses without calling it, so that nothing unpacks it'
     """
-    return is_router(name, module) or _INDEXER.fullmatch(name) is not None
+    if is_router(name, module):
+        return "a router, which engines serve unquantized"
+    found = (what for what, pattern in _SERVED_PLAIN.items() if pattern.fullmatch(name))
+    if what := next(found, ""):
+        return f"{what}, which engines serve unquantized"
+    own = name.rpartition(".")[2]
+    kind: Any = type(parent)  # hashable, whatever it is a class of
+    is_read = parent is not None and _reads_weight(kind, own)
+    # known by its other parameters, where there is no class
+    is_in_attention = own == "out_proj" and "in_proj_weight" in getattr(parent, "_parameters", ())
+    if not (is_read or is_in_attention):
+        return ""
+    return f"a weight that {kind.__name__} uses without calling it, so that nothing unpacks it"
+
+
+_SETTING_UP = re.compile(r"__init__|_?init_weights|reset_\w+|_?tie_\w+|[gs]et_\w+")
+_FACTS = {"dtype", "device", "shape", "data_ptr", "requires_grad"}
+
+
+@functools.cache
+def _reads_weight(kind: Any, own: str) -> bool:
+    """Return True if methods of a class use the weight of this child, and none calls the child."""
+    used = re.compile(rf"\bself\.{re.escape(own)}\b(?:\.(?P<own>\w+))?(?:\.(?P<fact>\w+))?")
+    uses = set()
+    for cls in kind.__mro__[: kind.__mro__.index(Module)]:
+        for name, method in vars(cls).items():
+            if inspect.isfunction(method) and not _SETTING_UP.fullmatch(name):
+                with contextlib.suppress(OSError, TypeError):  # made while running
+                    code = re.sub("#.*", "", inspect.getsource(method))
+                    uses |= {one.group("own", "fact") for one in used.finditer(code)}
+    are_read = any(each == "weight" and fact not in _FACTS for each, fact in uses)
+    return are_read and (None, None) not in uses
 
 
 def weight_without_onloading(module: Module) -> torch.Tensor | None:
@@ -187,7 +236,7 @@ class _SchemeMatcher:
     ignore: list[str]
     modules: dict[str, Module] = field(default_factory=dict)
     schemes: dict[str, QuantizationScheme] = field(default_factory=dict)
-    served_plain: list[str] = field(default_factory=list)
+    left: dict[str, list[str]] = field(default_factory=dict)
     tied_heads: list[str] = field(default_factory=list)
     heads: dict[str, QuantizationScheme] = field(default_factory=dict)
     contested: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -255,8 +304,9 @@ class _SchemeMatcher:
         # A class of its own, such as Llama4Router, names the module as well as its name does.
         own_class = type(module).__name__ in set(matched) - {"Linear"}
         if isinstance(module, Linear) and not by_name and not own_class:
-            if is_unquantized_when_served(name, module):
-                self.served_plain.append(name)
+            parent = self.modules.get(name.rpartition(".")[0])
+            if reason := reason_to_leave(name, module, parent):
+                self.left.setdefault(reason, []).append(name)
                 return
             if id(weight_without_onloading(module)) in self._embedded:
                 self.tied_heads.append(name)
@@ -318,12 +368,9 @@ def _refuse_unquantizable_targets(found: _SchemeMatcher) -> None:
 
 
 def _log_matches(found: _SchemeMatcher) -> None:
-    if found.served_plain:
+    for reason, names in found.left.items():
         logger.info(
-            f"Left unquantized: {len(found.served_plain)} router gate(s) or the like, which "
-            f"engines serve unquantized ({join_names(found.served_plain)}). To quantize one, "
-            "target it "
-            "by name."
+            f"Left unquantized: {join_names(names)}: {reason}. To quantize one, target it by name."
         )
     if found.unreadable:
         logger.info(

@@ -26,18 +26,29 @@ _LINEAR_ATTENTION: Fusion = {
 CROSS: Mapping[str, Fusion] = {"encoder_attn": {"kv_proj": ("k_proj", "v_proj")}}
 """Own name of a cross attention, where queries are of other states → what is joined there."""
 _W123 = ("w1", "w3", "w2")
+_W13: Fusion = {**_QKV, "w13": ("w1", "w3")}
 _GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+_DRAFT_JOINS = r"(?:.*\.)?(?:eh_proj|mtp_linear_proj(?:\.\d+)?|mtp_layers\.\d+\.input_proj)"
+"""What joins a draft layer's two inputs: an ``nn.Linear`` in most classes."""
 
 
 @dataclass(frozen=True)
 class Family:
     """An architecture as vLLM builds it.
 
+    Patterns of ``mapped`` and ``lookup`` are replaced once in a path, in their order. A number in
+    ``<>`` of what replaces them is raised by ``raised``.
+
     Attributes:
         types: the values of ``model_type`` in ``config.json``.
         fused: joined module → its shards, in order (S17).
+        names_shards: names of shards reach the joined module; else its class and its own name do.
+        parts: own name of a matrix that the file holds joined → of what (:func:`part_rows`).
         experts: names of gate, up and down as vLLM looks them up (S62, S68).
-        lookup: part of a checkpoint's path → what stands there in vLLM's (S18a).
+        mapped: pattern of a checkpoint's path → vLLM's; names in the configuration follow (S18).
+        lookup: the same where they do not follow: the prefix that is looked up (S18a); empty for
+            a module that is built without one, and so found by its class alone.
+        raised: setting of ``config.json``, a number or a list, by which ``lookup`` raises numbers.
         plain: patterns of modules that are never quantized (S20).
         gate_is_quantizable: the router gate gets the quantization configuration (S58).
         quantizes_head: the output head does (S59).
@@ -49,9 +60,13 @@ class Family:
 
     types: tuple[str, ...]
     fused: Fusion = field(default_factory=lambda: MappingProxyType(_BOTH))
+    names_shards: bool = True
+    parts: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[str, str, str] = _GATE_UP_DOWN
-    lookup: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    plain: tuple[str, ...] = ()
+    mapped: Mapping[str, str] = field(default_factory=dict)
+    lookup: Mapping[str, str] = field(default_factory=dict)
+    raised: str = ""
+    plain: tuple[str, ...] = (_DRAFT_JOINS,)
     gate_is_quantizable: bool = False
     quantizes_head: bool = True
     quantizes_embedding: bool = True
@@ -61,86 +76,233 @@ class Family:
 
 
 _SHARED_GATE = r"(?:.*\.)?shared_expert_gate"
-_MTP_FC = r"(?:.*\.)?eh_proj"
 _INDEXER = r"(?:.*\.)?indexer\.(?:wk|weights_proj)"
-
 _TOWERS = r"(?:.*\.)?(?:vision_tower|embed_vision|audio_tower|embed_audio)\..*"
+_PROJECTOR = r"(?:.*\.)?multi_modal_projector\..*"
+_NAMELESS = MappingProxyType({r"^(?:.*\.)?embed_tokens$": ""})
+"""Llama's class and its like build the embedding without a prefix."""
+_OUTSIDE_ATTENTION = MappingProxyType({r"\.self_attn\.": "."})
+_INNER = MappingProxyType({r"^gpt_neox\.|^transformer\.": "model."})
+_DENSE_GATE_UP = MappingProxyType({"gate_up_proj": "pair"})
+_MAMBA = MappingProxyType({"in_proj": "mamba"})
+_BESIDE_TEXT = MappingProxyType({r"^model\.(?!visual\.|language_model\.)": "language_model.model."})
 
-_TYPES_LIKE_LLAMA = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "granite",
-    "smollm3",
-    "olmo2",
-    "seed_oss",
-)
+# Read from what vLLM 0.32 builds of a tiny model of each architecture, and where its tensors land.
 FAMILIES: tuple[Family, ...] = (
-    Family(_TYPES_LIKE_LLAMA),
-    Family(("phi3",), fused={}),
     Family(
-        ("mixtral",),
-        fused=_QKV,
-        experts=_W123,
+        (
+            *("llama", "mistral", "ministral3", "granite", "granite_swa", "hyperclovax"),
+            *("apertus", "ernie4_5", "exaone4", "exaone4_5_text", "llama4", "llama4_text"),
+        ),
+        lookup=_NAMELESS,
+    ),
+    Family(
+        (
+            *("gemma", "gemma2", "cohere", "cohere2", "cohere2_moe", "nemotron", "minicpm"),
+            *("dbrx", "hy_v3", "longcat_flash", "olmo_hybrid"),
+        ),
         quantizes_embedding=False,
     ),
+    Family(("afmoe",), lookup={"^lm_head$": ""}, quantizes_embedding=False),
+    Family(
+        ("aria",),
+        mapped={r"^language_model\.model\.": "language_model."},
+        lookup={
+            r"^language_model\.(?!lm_head)": "language_model.model.",
+            r"^.*\.shared_experts\.": ".",
+            **_NAMELESS,
+        },
+    ),
+    Family(("phi3",), fused={}, parts={"qkv_proj": "qkv", **_DENSE_GATE_UP}, lookup=_NAMELESS),
+    Family(("glm4", "glm4v_text"), parts=_DENSE_GATE_UP, lookup=_NAMELESS),
+    Family(
+        ("glm_ocr_text",),
+        parts=_DENSE_GATE_UP,
+        lookup={**_NAMELESS, r"(\.attn\.qkv)$": r"\1_proj"},
+    ),
+    Family(("mixtral",), fused=_QKV, experts=_W123, quantizes_embedding=False),
     Family(("phimoe",), fused=_QKV, experts=_W123),
     Family(
         ("minimax_m2",),
         fused=_QKV,
         experts=_W123,
-        lookup={".block_sparse_moe.": ".mlp."},
+        lookup={r"\.block_sparse_moe\.": ".mlp."},
     ),
-    Family(("qwen2_moe",), plain=(_SHARED_GATE,)),
-    Family(("qwen3_moe",), plain=(_SHARED_GATE,), gate_is_quantizable=True, drops_scales=True),
+    Family(("qwen2_moe",), plain=(_DRAFT_JOINS, _SHARED_GATE)),
+    Family(
+        ("qwen3_moe",),
+        plain=(_DRAFT_JOINS, _SHARED_GATE),
+        gate_is_quantizable=True,
+        drops_scales=True,
+    ),
     Family(
         ("qwen3_next",),
-        plain=(_SHARED_GATE,),
+        plain=(_DRAFT_JOINS, _SHARED_GATE),
         quantizes_head=False,
         quantizes_embedding=False,
     ),
     Family(
         ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
         fused=_LINEAR_ATTENTION,
-        plain=(_SHARED_GATE,),
+        plain=(_DRAFT_JOINS, _SHARED_GATE),
         quantizes_embedding=False,
     ),
-    Family(("olmoe", "nemotron_h"), fused=_QKV),
-    Family(("glm4_moe",), quantizes_embedding=False, plain=(_MTP_FC,), draft=""),
-    Family(("gpt_oss",), fused=_QKV, quantizes_head=False, quantizes_embedding=False),
+    Family(("olmoe",), fused=_QKV, lookup=_NAMELESS),
     Family(
-        ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+        ("nemotron_h",),
+        fused=_QKV,
+        parts=_MAMBA,
+        mapped={r"^backbone\.": "model.", r"^(model\.)embeddings$": r"\1embed_tokens"},
+        plain=(),
+    ),
+    Family(("glm4_moe",), quantizes_embedding=False, draft=""),
+    Family(
+        ("gpt_oss",),
+        fused=_QKV,
+        mapped={r"\.self_attn\.": ".attn."},
+        quantizes_head=False,
+        quantizes_embedding=False,
+    ),
+    Family(("gpt_neox", "gpt_bigcode"), mapped=_INNER, lookup={"^embed_out$": "lm_head"}),
+    Family(("gpt2",), lookup={"^lm_head$": ".lm_head"}),
+    Family(("gptj",), fused=_QKV, names_shards=False, quantizes_embedding=False),
+    Family(("stablelm",), names_shards=False, lookup={"^lm_head$": ".lm_head"}),
+    Family(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2", "axk1", "glm4_moe_lite"),
         fused=_MLA,
-        plain=(_MTP_FC,),
         is_mla=True,
         draft="",
     ),
     Family(
         ("deepseek_v32", "glm_moe_dsa"),
         fused=_MLA,
-        plain=(_MTP_FC, _INDEXER),
+        plain=(_DRAFT_JOINS, _INDEXER),
         is_mla=True,
         draft="",
     ),
-    Family(("llama4", "llama4_text")),
-    Family(("exaone_moe",), drops_scales=True),
-    Family(("exaone",), lookup={"transformer.": "model."}),
     Family(
-        ("falcon_h1", "zamba2", "granitemoehybrid"),
-        lookup={".mamba.": ".mixer."},
-        quantizes_head=False,
+        ("minicpm3",),
+        lookup={r"^.*\.q_a_proj$": ""},
+        quantizes_embedding=False,
     ),
-    Family(("jamba", "mamba", "mamba2", "bloom", "opt"), quantizes_head=False),
-    Family(("mistral3",), drops_scales=True),
-    Family(("gemma4", "gemma4_text"), lookup={".experts.": ".moe.experts."}),
+    Family(("exaone_moe",), lookup={**_NAMELESS, "^lm_head$": ""}, drops_scales=True),
+    Family(("exaone",), mapped={r"^transformer\.": "model."}),
+    Family(("lfm2",), fused=_W13, quantizes_embedding=False),
+    Family(
+        ("lfm2_moe",),
+        fused=_W13,
+        parts={"in_proj": "thirds"},
+        mapped={r"\.conv\.": ".short_conv."},
+        gate_is_quantizable=True,
+        quantizes_embedding=False,
+    ),
+    Family(
+        ("hrm_text",),
+        parts={"gqkv_proj": "quarters", **_DENSE_GATE_UP},
+        mapped={r"\.attn\.": ".self_attn."},
+    ),
+    Family(("granitemoe",), fused=_QKV, quantizes_embedding=False),
+    Family(
+        ("granitemoeshared", "granitemoe_swa"),
+        fused=_QKV,
+        parts={"input_linear": "pair"},
+        lookup=_NAMELESS,
+    ),
+    Family(
+        ("granitemoehybrid",),
+        fused=_QKV,
+        parts={"input_linear": "pair", **_MAMBA},
+        lookup={r"\.mamba\.": ".mixer."},
+        quantizes_embedding=False,
+    ),
+    Family(
+        ("falcon_h1",),
+        parts=_MAMBA,
+        lookup={**_OUTSIDE_ATTENTION, r"\.layers\.(\d+)\.mamba\.": r".<\1>.mixer."},
+        raised="num_hidden_layers",
+        quantizes_head=False,
+        quantizes_embedding=False,
+    ),
+    Family(
+        ("zamba2",),
+        fused=_QKV,
+        names_shards=False,
+        parts={**_MAMBA, **_DENSE_GATE_UP},
+        lookup={
+            r"\.layers\.\d+\.shared_transformer\.(?:self_attn\.)?": ".",
+            r"^model\.layers\.(\d+)\.(?:mamba_decoder\.)?mamba\.": r"<\1>.mixer.",
+            r"^model\.layers\.(\d+)\.linear$": r"<\1>.linear",
+            r"(_adapter_list\.\d+\.)0$": r"\1A",
+            r"(_adapter_list\.\d+\.)1$": r"\1B",
+        },
+        raised="hybrid_layer_ids",
+        quantizes_head=False,
+        quantizes_embedding=False,
+    ),
+    Family(("mamba2",), parts=_MAMBA, quantizes_head=False, quantizes_embedding=False),
+    Family(
+        ("mamba", "falcon_mamba"),
+        plain=(r".*\.mixer\..*",),
+        quantizes_head=False,
+        quantizes_embedding=False,
+    ),
+    Family(
+        ("jamba",),
+        mapped=_OUTSIDE_ATTENTION,
+        plain=(r".*\.mamba\..*",),
+        quantizes_head=False,
+        quantizes_embedding=False,
+    ),
+    Family(
+        ("bloom", "falcon"),
+        fused={},
+        parts={"query_key_value": "qkv"},
+        quantizes_embedding=False,
+    ),
+    Family(
+        ("minicpmv4_6", "minicpmv4_7"),
+        fused=_LINEAR_ATTENTION,
+        mapped={
+            r"^model\.vision_tower\.vit_merger\.": "vit_merger.",
+            r"^model\.vision_tower\.": "vpm.",
+        },
+        quantizes_embedding=False,
+    ),
+    Family(
+        ("blip-2",),
+        lookup={r"^vision_model\.": "."},
+        quantizes_head=False,
+        quantizes_embedding=False,
+    ),
+    Family(("opt",), quantizes_head=False, quantizes_embedding=False),
+    Family(("mistral3",), lookup=_NAMELESS, drops_scales=True),
+    Family(("qwen2_vl", "qwen2_5_vl"), mapped=_BESIDE_TEXT),
+    Family(("paddleocr_vl",), mapped=_BESIDE_TEXT, lookup=_NAMELESS),
+    Family(
+        ("gemma3n_text", "gemma3n"),
+        lookup={
+            r"^model\.(embed_tokens$|per_layer_model_projection$|altup_projections\.)": (
+                r"model.self_decoder.\1"
+            ),
+            r"^model\.(embed_tokens)_(per_layer)$": r"model.self_decoder.\2_\1",
+        },
+    ),
+    Family(("gemma4", "gemma4_text"), lookup={r"\.experts\.": ".moe.experts."}),
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.types}
-_LIKE_LLAMA = FAMILIES[0]
+_UNKNOWN = Family(())
+_PLAIN_BESIDE_TEXT = {
+    "llama4": r"(?:.*\.)?(?:vision_model|multi_modal_projector)\..*",
+    "internvl": r"(?:.*\.)?(?:vision_tower|multi_modal_projector)\..*",
+    "mistral3": r"(?:.*\.)?patch_merger\..*",
+    "blip-2": r"(?:.*\.)?(?:qformer\..*|language_projection)",
+    "paddleocr_vl": r"(?:visual\..*\.mlp|mlp_AR)\..*",
+    **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), r".*\.(?:vit_)?merger\.(?:mlp\..*|linear_\d)"),
+    **dict.fromkeys(
+        ("aria", "cohere2_vision", "paligemma", "llava_next_video", "llava_onevision"), _PROJECTOR
+    ),
+}
+"""Type of a model that sees → pattern of what vLLM builds plain beside its text part (S20)."""
 
 
 def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -160,7 +322,7 @@ def family_of(
     present: Collection[str] | None = None,
     experts: Collection[str] = (),
 ) -> Family:
-    """The row for a configuration; that of Llama if there is none.
+    """The row for a configuration; one with every default if there is none.
 
     Args:
         config: the content of ``config.json``.
@@ -170,11 +332,11 @@ def family_of(
     """
     types = [str(each.get("model_type") or "") for each in (config, text_settings(config))]
     found = next((_BY_TYPE[name] for name in types if name in _BY_TYPE), None)
-    row = _LIKE_LLAMA if found is None else found
+    row = _UNKNOWN if found is None else found
     if found is not None and found.is_mla and not text_settings(config).get("q_lora_rank"):
         # DeepSeek joins q_a_proj only where queries go through a latent (S17)
         row = replace(found, fused=dict(_GATE_UP))
-    row = _with_plain_towers(row, config)
+    row = _beside_text(row, config)
     if found is None and set(_W123) <= set(experts):
         row = replace(row, experts=_W123)
     if present is None:
@@ -183,20 +345,25 @@ def family_of(
     return row if fused == dict(row.fused) else replace(row, fused=fused)
 
 
-def _with_plain_towers(family: Family, config: Mapping[str, Any]) -> Family:
-    """Gemma 4's towers are quantized where the sizes of that for pictures are multiples of 64.
+def _beside_text(family: Family, config: Mapping[str, Any]) -> Family:
+    """Add what lies beside the text part: what is plain there, and queries, keys, values in one.
+
+    Gemma 4's towers are quantized where the sizes of that for pictures are multiples of 64.
 
     >>> vision = {"hidden_size": 1152, "intermediate_size": 4304}
     >>> config = {"model_type": "gemma4", "vision_config": vision}
-    >>> _with_plain_towers(Family(()), config).plain == (_TOWERS,)
+    >>> _beside_text(Family(()), config).plain[1:] == (_TOWERS,)
     True
     """
-    vision = config.get("vision_config")
-    if config.get("model_type") != "gemma4" or not isinstance(vision, Mapping):
-        return family
-    sizes = (vision.get("hidden_size", 768), vision.get("intermediate_size", 3072))
-    are_served = all(isinstance(size, int) and size % 64 == 0 for size in sizes)
-    return family if are_served else replace(family, plain=(*family.plain, _TOWERS))
+    kind, vision = str(config.get("model_type") or ""), config.get("vision_config")
+    found = _PLAIN_BESIDE_TEXT.get(kind)
+    if isinstance(vision, Mapping):
+        family = replace(family, parts={"qkv": "thirds", **family.parts})
+    if kind == "gemma4" and isinstance(vision, Mapping):
+        sizes = (vision.get("hidden_size", 768), vision.get("intermediate_size", 3072))
+        are_served = all(isinstance(size, int) and size % 64 == 0 for size in sizes)
+        found = None if are_served else _TOWERS
+    return family if found is None else replace(family, plain=(*family.plain, found))
 
 
 PLAIN_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -209,7 +376,12 @@ _EMBEDDING = re.compile(
     r"|position_embedding_table)|transformer\.w"
 )
 _CLEAR_EMBEDDING = re.compile(r"embed_tokens|wte|wpe")
-_HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)")
+PLAIN_TABLE = re.compile(
+    r"(?:.*\.)?(?:wpe|\w*pos\w*|relative_attention_bias|token_type_embeddings?"
+    r"|layers\.\d+\.embed_tokens)"
+)
+"""Embeddings that vLLM builds plain in every class: of positions, and those of draft layers."""
+_HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out|shared_head\.head)")
 _GATE = re.compile(r"(?:.*\.)?(?:(?:gate|router)(?:\.(?:layer|classifier|proj|wg))?|router_gate)")
 
 
@@ -270,10 +442,13 @@ def entries_of(
     for name, info in headers.items():
         module, _, own = name.rpartition(".")
         grouped.setdefault(module, {})[own] = info
-    return {
-        name: Entry(name, own, _kind(name, own, kinds or {}), _form(own))
-        for name, own in grouped.items()
-    }
+    found = {}
+    for name, tensors in grouped.items():
+        form, weight = "packed" if "weight_packed" in tensors else "none", tensors.get("weight")
+        if form == "none" and weight is not None:
+            form = "dense" if weight.dtype in PLAIN_FLOATS else "coded"
+        found[name] = Entry(name, tensors, _kind(name, tensors, kinds or {}), form)
+    return found
 
 
 def is_doubtful(entry: Entry) -> bool:
@@ -297,25 +472,14 @@ def _kind(name: str, own: Mapping[str, TensorInfo], kinds: Mapping[str, str]) ->
     return told or ("embedding" if _EMBEDDING.fullmatch(name) else "linear")
 
 
-def _form(own: Mapping[str, TensorInfo]) -> str:
-    if "weight_packed" in own:
-        return "packed"
-    weight = own.get("weight")
-    if weight is None:
-        return "none"
-    if weight.dtype in PLAIN_FLOATS:
-        return "dense"
-    return "coded"
+def mapped_name(name: str, config: Mapping[str, Any], family: Family) -> str:
+    """The path of a module in vLLM: names in the configuration are mapped likewise (S18).
 
-
-def served_name(name: str, config: Mapping[str, Any], family: Family) -> str:
-    """The path under which vLLM looks a module's scheme up (S18, S18a).
-
-    >>> served_name("model.language_model.layers.0.mlp.up_proj", {"text_config": {}}, Family(()))
-    'language_model.model.layers.0.mlp.up_proj'
+    >>> mapped_name("backbone.layers.0.mixer.q_proj", {}, family_of({"model_type": "nemotron_h"}))
+    'model.layers.0.mixer.q_proj'
     """
-    for part, other in family.lookup.items():
-        name = name.replace(part, other)
+    for pattern, other in family.mapped.items():
+        name = re.sub(pattern, other, name, count=1)
     if isinstance(config.get("text_config"), Mapping):
         if name.startswith("model.language_model."):
             return f"language_model.model.{name.removeprefix('model.language_model.')}"
@@ -325,7 +489,76 @@ def served_name(name: str, config: Mapping[str, Any], family: Family) -> str:
             if name.startswith(f"model.{tower}."):
                 return name.removeprefix("model.")
     found = EXPERT.match(name)
-    if found and found["own"] in ("gate_proj", "up_proj", "down_proj"):
-        index = ("gate_proj", "up_proj", "down_proj").index(found["own"])
+    if found and found["own"] in _GATE_UP_DOWN:
+        index = _GATE_UP_DOWN.index(found["own"])
         return f"{found['experts']}.{found['index']}.{family.experts[index]}"
     return name
+
+
+def served_name(name: str, config: Mapping[str, Any], family: Family) -> str:
+    """The path under which vLLM looks a module's scheme up (S18, S18a).
+
+    >>> served_name("model.language_model.layers.0.mlp.up_proj", {"text_config": {}}, Family(()))
+    'language_model.model.layers.0.mlp.up_proj'
+    """
+    return prefix_of(mapped_name(name, config, family), config, family)
+
+
+def prefix_of(path: str, config: Mapping[str, Any], family: Family) -> str:
+    """The prefix that vLLM builds a module of this path with; empty for one without (S18a).
+
+    >>> prefix_of("model.layers.1.mamba.in_proj", {"num_hidden_layers": 4}, family_of(_FALCON))
+    'model.5.mixer.in_proj'
+    """
+    for pattern, other in family.lookup.items():
+        path = re.sub(pattern, other, path, count=1)
+    if "<" not in path:
+        return path
+    raised = text_settings(config).get(family.raised)
+    more = len(raised) if isinstance(raised, list) else raised if isinstance(raised, int) else 0
+    return re.sub(r"<(\d+)>", lambda found: str(int(found[1]) + more), path)
+
+
+_FALCON = {"model_type": "falcon_h1"}
+_MAMBA_SIZES = (
+    ("n_groups", "mamba_n_groups", "mamba_ngroups"),
+    ("ssm_state_size", "state_size", "mamba_d_state"),
+    ("mamba_num_heads", "num_heads", "mamba_n_heads", "n_mamba_heads"),
+)
+
+
+def part_rows(entry: Entry, config: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    """Rows of the parts into which vLLM cuts a matrix that the file holds joined, in order.
+
+    Nothing for another matrix, or where a size is not in the configuration.
+
+    Args:
+        entry: the module.
+        config: the content of ``config.json``.
+        family: how vLLM builds the architecture.
+    """
+    kind, rows = family.parts.get(entry.last, ""), entry.rows or 0
+    if kind in _EQUAL_PARTS:
+        return (rows // _EQUAL_PARTS[kind],) * _EQUAL_PARTS[kind]
+    settings = text_settings(config)
+    if kind == "qkv":
+        heads = settings.get("num_attention_heads", settings.get("n_head"))
+        keys = settings.get("num_key_value_heads", settings.get("num_kv_heads", heads))
+        if settings.get("multi_query") and not settings.get("new_decoder_architecture"):
+            keys = 1
+        if not (isinstance(heads, int) and isinstance(keys, int) and heads > 0):
+            return ()
+        shares = (rows * one // (heads + 2 * keys) for one in (heads, keys, keys))
+        return tuple(shares)
+    if kind == "mamba":
+        found = (next((settings[k] for k in keys if k in settings), None) for keys in _MAMBA_SIZES)
+        sizes = [size for size in found if isinstance(size, int)]
+        if len(sizes) < len(_MAMBA_SIZES):
+            return ()
+        states = sizes[0] * sizes[1]
+        inner = (rows - 2 * states - sizes[2]) // 2
+        return (inner, inner, states, states, sizes[2])
+    return ()
+
+
+_EQUAL_PARTS = {"pair": 2, "thirds": 3, "quarters": 4}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,14 @@ from compressed_tensors.quantization import QuantizationArgs, preset_name_to_sch
 from llmcompressor.errors import TargetError
 from llmcompressor.runtime.limits import TimedPattern
 from llmcompressor.verification.facts import TensorInfo
-from llmcompressor.verification.modules import CROSS, EXPERT, Entry, Family, served_name
+from llmcompressor.verification.modules import (
+    CROSS,
+    EXPERT,
+    Entry,
+    Family,
+    mapped_name,
+    served_name,
+)
 
 FORMATS = (
     "dense",
@@ -396,11 +403,10 @@ class Resolver:
 
     def _renamed(self, texts: Iterable[str]) -> list[str]:
         """Only entries with a dot that are no patterns are renamed (S18), none as by S18a."""
-        plain = replace(self.family, lookup={})
         return [
             text
             if text.startswith("re:") or "." not in text
-            else served_name(text, self.config, plain)
+            else mapped_name(text, self.config, self.family)
             for text in texts
         ]
 
@@ -426,7 +432,8 @@ class Resolver:
         if found is not None:
             return self._of_experts(found["experts"])
         path, shards = self.unit(self.served(entry.name))
-        return self._joined(path, shards, entry.kind, class_first=False)
+        named = shards if self.family.names_shards else ()
+        return self._joined(path, named, entry.kind, class_first=False)
 
     def sglang(self, entry: Entry) -> Choice:
         """Choice of SGLang 0.5 for a module."""

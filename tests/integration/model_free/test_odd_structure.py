@@ -16,6 +16,7 @@ from tests.support import small_models
 from torch import Tensor
 
 from llmcompressor import model_free_ptq
+from llmcompressor.schemes.presets import preset_scheme
 from llmcompressor.verification import Severity, verify_files
 
 UNKNOWN = {"model_type": "newmodel", "architectures": ["NewModelForCausalLM"]}
@@ -88,3 +89,39 @@ def test_what_the_original_lacks_too_is_no_fault(
     del lost["model.layers.0.input_layernorm.weight"]
     save_file(lost, output / "model.safetensors", {"format": "pt"})
     assert not verify_files(output, source).ok
+
+
+PLAIN = (
+    "layers.3.eh_proj",
+    "layers.3.shared_head.head",
+    "layers.0.mixer.dt_proj",
+    "cross.out_proj",
+)
+
+
+def test_what_servers_build_plain_stays_so_unless_named(whole: Path, tmp_path: Path) -> None:
+    """Of draft layers, state-space models and torch's own attention; `verify` tells of each."""
+    source = tmp_path / "model"
+    shutil.copytree(whole, source)
+    tensors = load_file(source / "model.safetensors")
+    tensors |= {f"model.{name}.weight": torch.randn(32, 32) for name in PLAIN}
+    tensors["model.layers.3.mlp.up_proj.weight"] = torch.randn(32, 32)
+    tensors["model.cross.in_proj_weight"] = torch.randn(96, 32)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    settings = json.loads((source / "config.json").read_text()) | UNKNOWN
+    (source / "config.json").write_text(json.dumps(settings))
+
+    def quantized(folder: Path) -> set[str]:
+        stored = load_file(folder / "model.safetensors")
+        return {name.removesuffix(".weight_packed") for name in stored if "packed" in name}
+
+    model_free_ptq(source, tmp_path / "plain", "W8A16", ignore=["lm_head"])
+    names = {f"model.{name}" for name in PLAIN}
+    found = quantized(tmp_path / "plain")
+    assert names.isdisjoint(found)
+    assert "model.layers.3.mlp.up_proj" in found
+    groups = {"all": preset_scheme("W8A16", ["Linear", *names])}
+    model_free_ptq(source, tmp_path / "named", config=groups, verify=False)
+    assert names <= quantized(tmp_path / "named")
+    told = {(one.rule, one.module) for one in verify_files(tmp_path / "named").findings}
+    assert ("S20", "model.layers.3.eh_proj") in told

@@ -316,16 +316,46 @@ class Moe(nn.Module):
         self.indexer.weights_proj = nn.Linear(64, 4)
         self.mlp.gate_proj = nn.Linear(64, 64)
         self.mlp.expert = nn.Linear(64, 64)
+        self.shared_head = nn.Module()
+        self.shared_head.head = nn.Linear(64, 8)
+        self.eh_proj = nn.Linear(128, 64)
+        self.mixer = nn.Module()
+        self.mixer.dt_proj = nn.Linear(8, 64)
+        self.cross = nn.MultiheadAttention(64, 2)
+        self.own = Reading()
+
+
+class Reading(nn.Module):
+    """Uses one weight without calling its module, and calls the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called, self.both = (nn.Linear(64, 64) for _ in range(3))
+        self.told = nn.Linear(64, 64)
+        nn.init.ones_(self.called.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.called(x.to(self.called.weight.dtype)) @ self.read.weight
+        return self.both(x) @ self.both.weight
+
+
+LEFT = "eh_proj shared_head.head mixer.dt_proj cross.out_proj own.read"
+"""Beside routers: of draft layers, and what is used without being called."""
 
 
 def test_what_servers_build_plain_stays_out_unless_named(log: list[tuple[str, str]]) -> None:
     schemes = resolve_schemes(scheme="FP8").schemes_by_module(Moe())
-    assert list(schemes) == ["mlp.gate_proj", "mlp.expert"]
-    assert len(log) == 1
-    assert log[0][0] == "INFO"
-    assert "mlp.shared_expert_gate" in log[0][1]
+    assert list(schemes) == [
+        *("mlp.gate_proj", "mlp.expert"),
+        *("own.called", "own.both", "own.told"),
+    ]
+    assert {level for level, _ in log} == {"INFO"}
+    said = "".join(text for _, text in log)
+    assert all(name in said for name in ("mlp.shared_expert_gate", *LEFT.split()))
     named = resolve_schemes(scheme="FP8", targets=["Linear", "re:.*(mlp.gate|indexer.wk)$"])
     assert {"mlp.gate", "indexer.wk"} <= named.schemes_by_module(Moe()).keys()
+    named = resolve_schemes(scheme="FP8", targets=["Linear", *LEFT.split()])
+    assert set(LEFT.split()) <= named.schemes_by_module(Moe()).keys()
 
 
 def test_a_tied_head_stays_out_unless_named(log: list[tuple[str, str]]) -> None:

@@ -49,7 +49,7 @@ from llmcompressor.modifiers.rotation.plan import (
     short_targets,
 )
 from llmcompressor.runtime.progress import join_names
-from llmcompressor.schemes.assign import is_router
+from llmcompressor.schemes.assign import reason_to_leave
 
 _INPUT = TransformLocation.INPUT
 
@@ -111,7 +111,7 @@ class QuIPModifier(RotationModifier):
             sets: dict[str, list[str]] = {}
             for name in found:
                 first = min({name, *(found.keys() & fused_partners(name, found))})
-                sets.setdefault(first if rotation == "v" else name, []).append(name)
+                sets.setdefault(first, []).append(name)
             for number, names in enumerate(sets.values()):
                 schemes[f"{rotation}_{number}"] = self._scheme(rotation, names, [])
         plan = self.plan_config(model, TransformConfig(config_groups=schemes))
@@ -125,17 +125,18 @@ class QuIPModifier(RotationModifier):
     def _targeted(model: Any, targets: list[str], ignore: list[str]) -> dict[str, None]:
         """Names of the Linears to rotate, in order; other matches are added to ``ignore``."""
         found = dict(match_named_modules(model, targets, ignore))
-        routers = [
+        left = [
             name
             for name, one in found.items()
-            if is_router(name, one) and not any(matches_name(name, target) for target in targets)
+            if reason_to_leave(name, one, model.get_submodule(name.rpartition(".")[0]))
+            and not any(matches_name(name, target) for target in targets)
         ]
-        if routers:
+        if left:
             logger.info(
-                f"Left as they are: {len(routers)} router(s) ({join_names(routers)}), which "
-                "engines serve without rotations. To rotate one, target it by name."
+                f"Left as they are: {join_names(left)}: routers and the like, which engines serve "
+                "without rotations. To rotate one, target it by name."
             )
-        found = {name: one for name, one in found.items() if name not in routers}
+        found = {name: one for name, one in found.items() if name not in left}
         others = [name for name, one in found.items() if not isinstance(one, Linear)]
         plain = [target for target in targets if not target.startswith("re:")]
         meant = {name for name, _ in match_named_modules(model, plain)} if plain else set()
@@ -145,7 +146,7 @@ class QuIPModifier(RotationModifier):
                 f"{wrong[0]} is a {type(found[wrong[0]]).__name__}, and QuIP rotates Linears.",
                 "Correct the targets, or put it on the ignore list.",
             )
-        ignore += [*routers, *others]
+        ignore += [*left, *others]
         return dict.fromkeys(name for name in found if name not in others)
 
     def prepare(self, model: Any) -> None:

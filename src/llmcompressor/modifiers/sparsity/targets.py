@@ -36,7 +36,7 @@ from llmcompressor.numerics.masks import NofM
 from llmcompressor.numerics.wanda import outlier_count, owl_sparsities, wanda_score
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.runtime.progress import join_names
-from llmcompressor.schemes.assign import is_router, output_head
+from llmcompressor.schemes.assign import output_head, reason_to_leave
 
 # --------------------
 # Matrix views of prunable modules, and the inputs that these matrices are multiplied with.
@@ -286,7 +286,7 @@ def _spells_out_weight(name: str, entry: str) -> bool:
 def _leave_out_heads_and_routers(
     model: Module, wanted: Sequence[str], names: dict[Module, str], layer: dict[Module, str]
 ) -> None:
-    """Leave out tied heads and routers unless a target names them.
+    """Leave out tied heads, and routers and the like, unless a target names them.
 
     A router has few weights and decides the routing; inference engines serve it dense.
     """
@@ -294,9 +294,10 @@ def _leave_out_heads_and_routers(
     heads: list[str] = []
     routers: list[str] = []
     for module, name in list(names.items()):
-        kind = (
-            heads if id(module.weight) in tables else routers if is_router(name, module) else None
-        )
+        parent = model.get_submodule(name.rpartition(".")[0])
+        kind = heads if id(module.weight) in tables else None
+        if kind is None and reason_to_leave(name, module, parent):
+            kind = routers
         if kind is not None and not _is_named(name, wanted):
             kind.append(name)
             del names[module], layer[module]
@@ -307,8 +308,8 @@ def _leave_out_heads_and_routers(
         )
     if routers:
         logger.info(
-            f"Left unpruned: {len(routers)} router gate(s) ({join_names(routers)}). To prune one, "
-            "target it by name."
+            f"Left unpruned: {join_names(routers)}: routers and the like, which engines serve "
+            "dense. To prune one, target it by name."
         )
 
 

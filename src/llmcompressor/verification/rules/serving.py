@@ -16,7 +16,13 @@ from typing import Any
 import torch
 
 from llmcompressor.verification.facts import Severity
-from llmcompressor.verification.modules import EXPERT, PLAIN_FLOATS, Entry
+from llmcompressor.verification.modules import (
+    EXPERT,
+    PLAIN_FLOATS,
+    Entry,
+    family_of,
+    part_rows,
+)
 from llmcompressor.verification.rules.server_table import (
     LIMITS,
     SPLITS,
@@ -247,8 +253,12 @@ def _small_integers_with_floats(view: View) -> Iterator[Problem]:
 
 
 def _device(view: View) -> Iterator[Problem]:
-    """S10."""
+    """S10, and S46 of latent attention, which takes apart what a CPU's kernel has consumed."""
     capability = view.deployment.capability
+    for entry, scheme in view.coded if view.family.is_mla and capability is None else ():
+        if entry.last == "kv_b_proj" and served(scheme).name == "W8A8Int8":
+            said = "On a CPU vLLM fails to take it apart: the kernel leaves no weight of it."
+            yield Problem("S46", entry.name, said, "Ignore it, or serve it elsewhere.", NOTE)
     if view.settings and capability is not None and capability < 70:
         said = f"The device has capability {capability}; 70 is the least."
         yield Problem("S10", "", said, "Use a newer device.")
@@ -619,17 +629,19 @@ def _transforms(view: View) -> Iterator[_Transform]:
         applied = raw.get("apply")
         for one in applied if isinstance(applied, list) else ():
             if isinstance(one, Mapping):
-                targets, ignored = (
-                    [one[key]] if isinstance(one.get(key), str) else list(one.get(key) or ())
-                    for key in ("targets", "ignore")
-                )
-                reached = tuple(
-                    entry
-                    for entry in view.matrices
-                    if any(_names(text, entry) for text in targets)
-                    and not any(_names(text, entry) for text in ignored)
-                )
+                reached = tuple(entry for entry in view.matrices if _is_meant_by(one, entry))
                 yield _Transform(name, raw, one, str(one.get("location")), reached)
+
+
+def _is_meant_by(settings: Mapping[str, Any], entry: Entry) -> bool:
+    """True if an application of a transform targets a module, and does not ignore it."""
+    targets, ignored = (
+        [value] if isinstance(value := settings.get(key), str) else list(value or ())
+        for key in ("targets", "ignore")
+    )
+    return any(_names(text, entry) for text in targets) and not any(
+        _names(text, entry) for text in ignored
+    )
 
 
 def _names(text: str, entry: Entry) -> bool:
@@ -697,13 +709,14 @@ def _transform_limits(view: View) -> Iterator[Problem]:
             said = f"Online transforms are not served over {split[0]} devices."
             severity = view.deployment.tp_severity(split[0])
             yield Problem("S75", online[0], said, "Serve it on one device.", severity)
+    outputs: dict[str, str] = {}
     for one in _transforms(view):
         yield from _known_keys(one.name, one.settings, _APPLY_KEYS)
         if one.location in _CACHED and one.reached:
             said = f"The location {one.location} raises for Linear modules."
             yield Problem("S73", one.name, said, _LEAVE_OUT)
         elif one.location in _ONLINE:
-            yield from _online(view, one)
+            yield from _online(view, one, outputs)
 
 
 def _known_keys(name: str, settings: Mapping[str, Any], known: frozenset[str]) -> Iterator[Problem]:
@@ -712,7 +725,7 @@ def _known_keys(name: str, settings: Mapping[str, Any], known: frozenset[str]) -
         yield Problem("S73", name, said, "Remove them.")
 
 
-def _online(view: View, one: _Transform) -> Iterator[Problem]:
+def _online(view: View, one: _Transform, outputs: dict[str, str]) -> Iterator[Problem]:
     lost = [
         entry.name
         for entry in one.reached
@@ -738,11 +751,7 @@ def _online(view: View, one: _Transform) -> Iterator[Problem]:
     if biased := [entry.name for entry in one.reached if "bias" in entry.own]:
         said = f"It is online on {joined(biased)}, which have a bias."
         yield Problem("S75", one.name, said, "Leave these modules out.")
-    names = {entry.name for entry in one.reached}
-    for path, shards in view.joined.items() if is_input else ():
-        if 0 < sum(shard.name in names for shard in shards) < len(shards):
-            said = f"Only some of its shards have the input transform {one.name}."
-            yield Problem("S75", path, said, "Transform the input of all of them.")
+    yield from _in_joined(view, one, outputs)
     size = one.scheme.get("head_dim") or one.scheme.get("block_size")
     stored = [(entry, view.headers.get(f"{entry.name}.{own}")) for entry in one.reached]
     widths = [size or _channels(view, entry, one.location) for entry in one.reached]
@@ -754,6 +763,48 @@ def _online(view: View, one: _Transform) -> Iterator[Problem]:
         elif info is not None and (len(info.shape) != 2 or (size and info.shape != (size, size))):
             said = f"Its {own} has the shape {list(info.shape)}."
             yield Problem("S76", entry.name, said, "Compress it anew.")
+
+
+_NOT_JOINED = "Leave it out of the rotation, or use one that is multiplied into the weights."
+
+
+def _in_joined(view: View, one: _Transform, outputs: dict[str, str]) -> Iterator[Problem]:
+    """S75: rotations of matrices that vLLM joins, or that it cuts into parts.
+
+    ``outputs`` are modules whose outputs were seen to be rotated → by what.
+    """
+    names = {entry.name for entry in one.reached}
+    outputs |= dict.fromkeys(names if one.location == "output" else (), one.name)
+    for path, shards in view.joined.items():
+        meant = [shard for shard in shards if shard.name in names]
+        if not meant:
+            continue
+        if not view.family.names_shards:
+            said = f"vLLM joins {joined(own.last for own in shards)} here, and looks for the "
+            said += f"rotation {one.name} under the name of the whole."
+            yield Problem("S75", path, said, _NOT_JOINED)
+        elif one.location == "input" and len(meant) < len(shards):
+            said = f"Only some of its shards have the input transform {one.name}."
+            yield Problem("S75", path, said, "Transform the input of all of them.")
+        elif (
+            one.location == "output"
+            and len({outputs.get(own.name, one.name) for own in shards}) > 1
+        ):
+            said = f"The outputs of its shards have several rotations, of which {one.name} is one."
+            yield Problem("S75", path, said, "Give them one, or leave them out of it.")
+    known = family_of(view.config).fused  # also where the file holds the whole
+    for entry in one.reached:
+        if entry.is_expert or entry.kind != "linear" or view.is_plain(entry):
+            continue  # S74
+        parts = part_rows(entry, view.config, view.family)
+        served_as = view.resolver.served(entry.name)
+        if len(parts) > 1 and entry.last not in known:
+            said = f"vLLM cuts it into {len(parts)} parts, and finds the rotation {one.name} for "
+            yield Problem("S75", entry.name, f"{said}the first alone.", _NOT_JOINED)
+        elif not _is_meant_by(one.settings, Entry(served_as, entry.own, entry.kind, entry.form)):
+            said = f"vLLM builds it as {served_as or 'a module without a name'}, and no target of "
+            said += f"the rotation {one.name} matches that."
+            yield Problem("S75", entry.name, said, _NOT_JOINED)
 
 
 def _channels(view: View, entry: Entry, location: str) -> int | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from llmcompressor.runtime.limits import SIMPLER
 from llmcompressor.verification.expected import is_decodable, scale_shape
 from llmcompressor.verification.facts import Severity
-from llmcompressor.verification.modules import Entry, class_names
+from llmcompressor.verification.modules import Entry, class_names, part_rows
 from llmcompressor.verification.rules.view import Problem, View, joined
 from llmcompressor.verification.scheme import (
     ACTIVATION_FORMATS,
@@ -267,16 +267,17 @@ def _shards(view: View) -> Iterator[Problem]:
             )
             said = f"Its shards have different schemes ({names}); the first one's is used for all."
             yield Problem("S14", path, said, "Quantize all of them alike.")
-    heads = view.size("num_attention_heads")
-    keys = view.size("num_key_value_heads") or heads
-    for entry, scheme in view.coded if heads and keys else ():
+    for entry, scheme in view.coded:
         block = scheme.weights.block if scheme.weights is not None else None
-        if block is not None and entry.last == "qkv_proj" and heads and keys:
-            shares = [(entry.rows or 0) * one // (heads + 2 * keys) for one in (heads, keys)]
-            if torn := [rows for rows in shares if rows % max(block[0], 1)]:
-                said = f"A shard of {torn[0]} rows is no whole number of blocks of {block[0]}."
-                remedy = "Choose blocks that divide the rows of query, key and value."
-                yield Problem("S36", entry.name, said, remedy)
+        parts = part_rows(entry, view.config, view.family) if block is not None else ()
+        torn = [rows for rows in parts[:-1] if block is not None and rows % max(block[0], 1)]
+        if torn and block is not None:
+            said = (
+                f"vLLM cuts it into parts of {', '.join(map(str, parts))} rows, and {torn[0]} are "
+                f"no whole number of blocks of {block[0]}."
+            )
+            remedy = "Choose blocks that divide the rows of each part, or ignore it."
+            yield Problem("S36", entry.name, said, remedy)
 
 
 def _reordered(view: View) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ from llmcompressor.verification.expected import (
 from llmcompressor.verification.facts import Deployment, Severity, TensorInfo, Tensors
 from llmcompressor.verification.modules import (
     EXPERT,
+    PLAIN_TABLE,
     Entry,
     Family,
     entries_of,
@@ -328,6 +329,8 @@ class View:
             return not self.family.gate_is_quantizable
         if entry.kind == "head":
             return not self.family.quantizes_head
+        if entry.kind == "embedding" and PLAIN_TABLE.fullmatch(entry.name):
+            return True
         if entry.kind == "embedding" and not self.family.quantizes_embedding:
             return True
         return any(re.fullmatch(pattern, entry.name) for pattern in self.family.plain)
