@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -115,8 +116,8 @@ _OF_SOME = {"L9", "L10", "L11", "S48", "S73"}
 """Rules of what is read all the same by other releases of a server, by a device that is not known,
 or by compressed-tensors itself (R3): reason to warn, not to refuse."""
 _REMEDIES = {
-    "L2": "Ignore these modules, take a scheme whose codes keep the name weight (W8A8, "
-    "FP8_DYNAMIC), or serve it with vLLM."
+    "L2": "Ignore these modules, or take a scheme whose codes keep the name weight (W8A8, "
+    "FP8_DYNAMIC). Or serve it with vLLM."
 }
 """What the user of a recipe can do, where the rule itself can only speak of a checkpoint."""
 
@@ -231,7 +232,8 @@ def check_servable(
     is_taken = all(one.server != "vllm" for one in errors)
     for each in merged((one for one in limits if one not in errors), by_rule=True):
         remedy = _REMEDIES.get(each.first.rule, each.first.remedy)
-        remedy = remedy if is_taken or "vLLM" not in remedy else ""
+        sentences = re.split(r"(?<=\.) ", remedy)
+        remedy = " ".join(one for one in sentences if is_taken or "vLLM" not in one)
         failing = "round all of" if each.first.rule in _OF_STATES else "load or run"
         logger.warning(
             f"transformers would not {failing} this ({each.first.rule}). "
