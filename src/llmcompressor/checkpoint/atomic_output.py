@@ -26,6 +26,7 @@ import psutil
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 from llmcompressor.runtime import durable
+from llmcompressor.runtime.limits import parse_json
 
 FILES, MOVING = "files", "moving"
 """In a run's work folder: the output, and a list of its files once they begin to move."""
@@ -345,7 +346,7 @@ def work_folder(target: Path) -> Path:
 def moved_names(target: Path) -> set[str]:
     """Return the names of files that a run has begun to move to ``target``, and not ended."""
     try:
-        found = json.loads((work_folder(target) / MOVING).read_bytes())
+        found = parse_json((work_folder(target) / MOVING).read_bytes())
     except (OSError, ValueError):
         return set()
     return set(map(str, found)) if isinstance(found, list) else set()

@@ -7,7 +7,6 @@ control, and what is written anew or told of another model.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from typing import Any
 from llmcompressor.checkpoint.side_files import PROCESSOR_FILES, SPEAKERS_FILE
 from llmcompressor.checkpoint.source import CONFIG, INDEX, SIDE_FILES, whole_source
 from llmcompressor.logger import logger
+from llmcompressor.runtime.limits import parse_json
 
 _WRITTEN_HERE = frozenset({CONFIG, INDEX, "recipe.yaml", "compression_report.json", *SIDE_FILES})
 """What the output has of its own, and what other methods say of how they quantized."""
@@ -169,6 +169,6 @@ def _strings(held: Any) -> Iterator[str]:
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # missing, or unreadable to its readers too
         return None

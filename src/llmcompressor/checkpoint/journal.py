@@ -50,6 +50,7 @@ from llmcompressor.errors import InputError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.runtime import durable
 from llmcompressor.runtime.folder_lock import locked
+from llmcompressor.runtime.limits import parse_json
 from llmcompressor.runtime.progress import join_names
 
 _RUN, _BLOCK, _CHOICE, _PROGRESS, _READY = "run", "block", "choice", "progress", "ready"
@@ -187,7 +188,7 @@ class Journal:
         for line in filter(None, lines):
             checksum, _, text = line.decode("utf-8", errors="replace").partition(" ")
             is_whole = checksum == xxhash.xxh3_64_hexdigest(text.encode())
-            damaged += not (is_whole and self._take(*json.loads(text)))
+            damaged += not (is_whole and self._take(*parse_json(text)))
         if damaged:
             logger.warning(f"{damaged} damaged line(s) of {self._file}: what they say is redone.")
         if self.fingerprint is None:

@@ -27,7 +27,13 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch.distributed import get_world_size, is_initialized
 from torch.nn import Module, Parameter
-from transformers import AutoConfig, CompressedTensorsConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    CompressedTensorsConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from llmcompressor.args.model_arguments import PRECISIONS
 from llmcompressor.checkpoint.copied_files import module_folders, other_named_folders
@@ -175,6 +181,7 @@ def load_model(
     if not is_hub_id(model):
         tell_remarks(inspect_source(model, allow_quantized=unpacks, allow_absent=True))
         check_quantization_declared(model)
+        read_generation_config(Path(model).expanduser())
     hub: dict[str, Any] = {
         "revision": revision or "main",
         "cache_dir": cache_dir,
@@ -223,6 +230,22 @@ def load_config(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
         if hasattr(one, "quantization_config") and is_empty_quantization(one.quantization_config):
             del one.quantization_config
     return config
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """Return the ``generation_config.json`` of a folder; ``None`` without one.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    file = folder / "generation_config.json"
+    try:
+        return GenerationConfig.from_pretrained(str(folder)) if file.is_file() else None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"The file {file} cannot be read ({error!s:.200}).",
+            "Restore it, or remove it: the model's configuration says the rest.",
+        ) from error
 
 
 def load_pretrained(

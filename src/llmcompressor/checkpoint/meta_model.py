@@ -31,6 +31,7 @@ from llmcompressor.checkpoint.load import (
     loading_errors,
     model_class,
     parse_precision,
+    read_generation_config,
 )
 from llmcompressor.checkpoint.names import LoadedName, NameMap, first_of_each, stacks_tensors
 from llmcompressor.checkpoint.side_files import SPEAKERS_FILE
@@ -301,18 +302,8 @@ def _loader_class(config: PretrainedConfig, place: str, *, trust_remote_code: bo
 def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
     if not model.can_generate():
         return
-    file = folder / "generation_config.json"
-    try:
-        model.generation_config = (
-            GenerationConfig.from_pretrained(str(folder))
-            if file.is_file()
-            else GenerationConfig.from_model_config(model.config)
-        )
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"The file {file} cannot be read ({error!s:.200}).",
-            "Restore it, or remove it: the model's configuration says the rest.",
-        ) from error
+    found = read_generation_config(folder)
+    model.generation_config = found or GenerationConfig.from_model_config(model.config)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from transformers.utils.hub import create_and_tag_model_card
 from llmcompressor.checkpoint.names import config_levels
 from llmcompressor.logger import logger
 from llmcompressor.modeling.weights import config_value, text_config
+from llmcompressor.runtime.limits import parse_json
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -73,7 +74,7 @@ def checkpoint_config(
     """
     original: Any = None
     if source is not None and (source / "config.json").is_file():
-        original = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        original = parse_json((source / "config.json").read_text(encoding="utf-8"))
     has_original = isinstance(original, dict) and bool(original)
     config: dict[str, Any] = copy.deepcopy(
         original if has_original else json.loads(model.config.to_json_string())
@@ -222,7 +223,7 @@ def _report_of(source: Path | None) -> dict[str, Any]:
     if file is None or not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         logger.warning(f"{file} cannot be read, and what it tells is lost: {error!r:.200}")
         return {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -49,6 +48,7 @@ from llmcompressor.modeling.names import distinguishes_digits, is_in_tower, name
 from llmcompressor.modeling.weights import text_config
 from llmcompressor.moe.layouts import StackedMoE
 from llmcompressor.moe.linear_experts import LinearExperts
+from llmcompressor.runtime.limits import parse_json
 from llmcompressor.transformers_internals import (
     build_from_config,
     conversions_of,
@@ -535,7 +535,7 @@ def _file_config(model: PreTrainedModel) -> Mapping[str, Any]:
     place, content = model.config.name_or_path, None
     try:
         file = Path(place or "") / "config.json"
-        content = json.loads(file.read_text(encoding="utf-8")) if place else {}
+        content = parse_json(file.read_text(encoding="utf-8")) if place else {}
     except (OSError, ValueError):  # reported where it is needed
         content = {}
     return content if isinstance(content, Mapping) else {}

@@ -18,6 +18,7 @@ from llmcompressor.checkpoint.names import NameMap, first_of_each
 from llmcompressor.checkpoint.source import TensorHeader, local_directory
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
+from llmcompressor.runtime.limits import parse_json
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.transformers_internals import unexpected_patterns
 
@@ -105,7 +106,7 @@ def _layer_count(source: Mapping[str, TensorHeader]) -> int:
     file = None if header is None else header.file.parent / "config.json"
     if file is None or not file.is_file():
         return 0
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = parse_json(file.read_text(encoding="utf-8"))
     text = config.get("text_config")
     settings = text if isinstance(text, dict) else config
     counts = [value for key, value in settings.items() if _LAYER_COUNT.fullmatch(key)]
@@ -230,7 +231,7 @@ def load_processor(
     for loader in (AutoProcessor, AutoTokenizer):
         try:
             return LoadedProcessor(loader.from_pretrained(str(place), **arguments), "")
-        except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        except Exception as error:  # tokenizers may be anybody's code, of files that are damaged
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if "trust_remote_code" in str(error):
                 first_line = "it brings its own code, which runs with trust_remote_code_model=True"
@@ -294,7 +295,7 @@ def write_processor(processor: Any, folder: Path) -> None:
     processor.save_pretrained(folder)
     stored = folder / "tokenizer.json"
     if stored.is_file():
-        held = json.loads(stored.read_text(encoding="utf-8"))
+        held = parse_json(stored.read_text(encoding="utf-8"))
         if any(held.get(key) is not None for key in _OF_A_CALL):
             held |= dict.fromkeys(_OF_A_CALL & held.keys())
             text = json.dumps(held, ensure_ascii=False, indent=2)
@@ -311,7 +312,7 @@ def _saved_files(processor: Any) -> dict[str, Any]:
                 continue
             held: Any = file.read_bytes()
             if file.suffix == ".json":
-                held = json.loads(held)
+                held = parse_json(held)
             if isinstance(held, dict):
                 held = {key: held[key] for key in held.keys() - _NOT_COMPARED}
             contents[str(file.relative_to(place))] = held

@@ -7,7 +7,6 @@ checked in milliseconds.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import struct
@@ -28,6 +27,7 @@ from llmcompressor.runtime.limits import (
     check_model_files,
     check_regular,
     excessive_size,
+    parse_json,
     timed_pattern,
 )
 from llmcompressor.runtime.progress import join_names
@@ -158,6 +158,12 @@ def inspect_source(
             near or "Give the folder that holds config.json and the weights.",
         )
     config = read_config(directory)
+    named = config.get("architectures") or []
+    if not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
+        raise CheckpointError(
+            f"The architectures in {directory / CONFIG} are {named!r:.80}, and no list of classes.",
+            'Write the class of the model, as in ["LlamaForCausalLM"].',
+        )
     if not allow_quantized:
         check_config_unquantized(str(directory), config)
     weights = _read_weights(directory, headers_only=headers_only)
@@ -234,7 +240,7 @@ def _not_a_directory(path: Path) -> CheckpointError:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"The file {file} is not valid JSON: {error}.", _DOWNLOAD) from error
     if not isinstance(content, dict):
@@ -399,7 +405,7 @@ def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHe
     data = expected = 8 + length
     try:
         tensors = {}
-        for name, entry in json.loads(text).items() if len(text) == length else ():
+        for name, entry in parse_json(text).items() if len(text) == length else ():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
                 place = (file, data + begin, end - begin)

@@ -26,6 +26,7 @@ from llmcompressor.cli.commands import (
 from llmcompressor.cli.failures import report_errors
 from llmcompressor.cli.options import GroupedCommand
 from llmcompressor.errors import ArgumentError
+from llmcompressor.runtime.limits import parse_json
 
 app = typer.Typer(
     name="llmcompressor",
@@ -208,7 +209,7 @@ def _model_free(
 
 def _read(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArgumentError(
             f"The file {file} cannot be read as JSON: {error}.", "Correct it."

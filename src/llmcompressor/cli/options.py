@@ -31,6 +31,7 @@ import typer
 from typer.core import TyperCommand
 
 from llmcompressor.args.checks import FieldHelp
+from llmcompressor.runtime.limits import parse_json
 
 Convert = Callable[[Any], Any]
 _as_is: Convert = lambda value: value  # noqa: E731
@@ -224,7 +225,7 @@ def parse_pairs(values: Sequence[str]) -> dict[str, Any]:
         if not equals or not key:
             raise ValueError(f"{value!r} is not of the form key=value.")
         try:
-            pairs[key] = json.loads(text)
+            pairs[key] = parse_json(text)
         except json.JSONDecodeError:
             pairs[key] = text
     return pairs

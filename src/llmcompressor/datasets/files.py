@@ -8,7 +8,6 @@ split, what a JSON document holds, and the few options that keep cells of a CSV 
 from __future__ import annotations
 
 import csv
-import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, TypeAlias
 from llmcompressor.datasets.rows import Rows, has_columns, join, rows_of, rows_of_columns
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
-from llmcompressor.runtime.limits import check_regular
+from llmcompressor.runtime.limits import check_regular, parse_json
 from llmcompressor.runtime.registry import resolve
 
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -101,7 +100,7 @@ def _has_rows_by_line(path: Path) -> bool:
         written = (line for line in file if line.strip())
         first, second = next(written, b""), next(written, b"")
     try:
-        value = json.loads(first)
+        value = parse_json(first)
     except ValueError:
         return False
     is_alone = not second and path.suffix.lower() == ".json"
@@ -118,11 +117,11 @@ def _document(path: Path, field: str | None) -> Any:
     if not text.strip():
         return []
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         if text.lstrip()[0] not in '["' or field is not None:
             raise
-        value = [json.loads(line) for line in text.splitlines() if line.strip()]
+        value = [parse_json(line) for line in text.splitlines() if line.strip()]
     if field is not None:
         keys = value if isinstance(value, dict) else {}
         if field not in keys:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from llmcompressor.datasets.rows import Row, is_chat
 from llmcompressor.datasets.samples import MAIN_INPUTS, errors_naming
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
-from llmcompressor.runtime.limits import time_limit
+from llmcompressor.runtime.limits import parse_json, time_limit
 
 # --------------------
 # Rendering of conversations with the tokenizer's chat template, or with ChatML.
@@ -83,7 +82,7 @@ def _parse_tools(given: Any) -> list[Any] | None:
     found = given
     if isinstance(given, str):
         try:
-            found = json.loads(given) if given.strip() else None
+            found = parse_json(given) if given.strip() else None
         except ValueError:
             return None
     if found is None or isinstance(found, Mapping):

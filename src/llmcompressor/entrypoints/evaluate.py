@@ -16,10 +16,9 @@ from llmcompressor.args.checks import integer, optional
 from llmcompressor.args.model_arguments import precision_name
 from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint.load import (
-    LOADING_FAILURES,
     check_model_declared,
     fetch,
-    loading_error,
+    loading_errors,
     parse_precision,
 )
 from llmcompressor.checkpoint.source import is_hub_id
@@ -143,15 +142,8 @@ def _load(
         raise CheckpointError(f"There is no model folder {source}.", "Check the path.")
     if not path.is_dir():
         path = Path(fetch(str(source)))
-    try:
-        with _explain_failures(source, dtype=dtype):
-            model = load_for_evaluation(path, trust_remote_code=trust_remote_code, dtype=dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except LOADING_FAILURES as error:
-        if isinstance(error, CompressorError):
-            raise
-        raise loading_error(str(path), error) from error  # no verification rule explains it
+    with loading_errors(str(path)), _explain_failures(source, dtype=dtype):
+        model = load_for_evaluation(path, trust_remote_code=trust_remote_code, dtype=dtype)
     return dispatch_for_generation(model)
 
 
@@ -218,7 +210,7 @@ def _tokenizer(
             continue
         try:
             return AutoTokenizer.from_pretrained(str(place), trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # tokenizers may be anybody's code, of files that are damaged
             if given is not None:
                 raise CheckpointError(
                     f"transformers cannot load a tokenizer from {given}: {error}",

@@ -626,7 +626,12 @@ class _Run:
             as_written=blocks.as_written(),
         )
         is_meant = not job.run_args.verify or is_meant_unservable(self._modifiers)
-        check_servable(predicted.config, predicted.manifest, is_meant=is_meant)
+        check_servable(
+            predicted.config,
+            predicted.manifest,
+            is_meant=is_meant,
+            is_verified=job.run_args.verify,
+        )
         if job.processes.is_first:
             job.check_free(job.output_dir)
         learning = [

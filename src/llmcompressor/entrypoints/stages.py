@@ -68,6 +68,7 @@ from llmcompressor.planning.subject import open_planned_model
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe, Stage
 from llmcompressor.runtime import durable
+from llmcompressor.runtime.limits import parse_json
 from llmcompressor.session.functions import exclusive_session
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class StageRecord:
             raise OutputError(f"The output {root} is a file.", "Choose another output directory.")
         if self._file.is_file():
             try:
-                found = json.loads(self._file.read_text(encoding="utf-8"))
+                found = parse_json(self._file.read_text(encoding="utf-8"))
                 self._stages, self._written = found["stages"], found.get("written", {})
                 self.moment = datetime.fromisoformat(found.get(MOMENT) or self.moment.isoformat())
             except (ValueError, KeyError, TypeError) as error:

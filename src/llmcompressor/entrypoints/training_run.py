@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
-from transformers import AutoConfig, PreTrainedModel, PrinterCallback
+from transformers import PreTrainedModel, PrinterCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from llmcompressor.args import ModelArguments
@@ -24,7 +24,8 @@ from llmcompressor.checkpoint.load import (
     check_complete,
     check_finite_weights,
     check_quantization_declared,
-    loading_error,
+    load_config,
+    loading_errors,
     model_class,
 )
 from llmcompressor.checkpoint.manifest import module_kinds
@@ -136,17 +137,13 @@ def load_maybe_quantized(place: str, args: ModelArguments) -> Any:
         "token": args.use_auth_token,
         "trust_remote_code": args.trust_remote_code_model,
     }
-    try:
-        config = AutoConfig.from_pretrained(place, **hub)
+    with loading_errors(place):
+        config = load_config(place, **hub)
         loader = model_class(config, trust_remote_code=args.trust_remote_code_model)
         with loading_compressed():
             model, info = loader.from_pretrained(
                 place, config=config, dtype="auto", output_loading_info=True, **hub
             )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        if isinstance(error, CheckpointError | torch.OutOfMemoryError):
-            raise
-        raise loading_error(place, error) from error
     check_quantization_declared(place, cache_dir=args.cache_dir)
     if quantization_method(config.to_dict()) is None:
         check_complete(place, info)
@@ -315,7 +312,12 @@ class _Run:
             found = predict_output(self.model, modifiers, session.state, task.source, packed=packed)
             check_output_space(task.output_dir, found.manifest, task.source)
             # a training is worthwhile anyway: warn only
-            check_servable(found.config, found.manifest, is_meant=True)
+            check_servable(
+                found.config,
+                found.manifest,
+                is_meant=True,
+                is_verified=task.run_args.verify,
+            )
 
     def _train(self, trainer: Trainer, folder: TrainingFolder) -> dict[str, Any]:
         """Train the model and return the metrics."""

@@ -44,6 +44,7 @@ from llmcompressor.logger import logger
 from llmcompressor.metrics import LoggerManager
 from llmcompressor.recipe import Recipe
 from llmcompressor.runtime import durable
+from llmcompressor.runtime.limits import parse_json
 from llmcompressor.training.checkpoints import checkpoint_to_resume, find_fault
 
 # --------------------
@@ -321,7 +322,7 @@ class TrainingFolder:
         if not file.is_file():
             return
         try:
-            state = json.loads(file.read_text(encoding="utf-8"))
+            state = parse_json(file.read_text(encoding="utf-8"))
         except ValueError as error:
             logger.warning(f"{file} is damaged, and left as it is: {error}.")
             return

@@ -196,7 +196,11 @@ def is_meant_unservable(modifiers: Iterable[Modifier]) -> bool:
 
 
 def check_servable(
-    config: Mapping[str, Any], prediction: OutputManifest, *, is_meant: bool = False
+    config: Mapping[str, Any],
+    prediction: OutputManifest,
+    *,
+    is_meant: bool = False,
+    is_verified: bool = True,
 ) -> None:
     """Warn before a run about output that servers would refuse or run incorrectly.
 
@@ -207,8 +211,11 @@ def check_servable(
         config: the ``config.json`` that will be written.
         prediction: the tensors that will be written, and their modules.
         is_meant: the output need not be servable.
+        is_verified: what is written will be verified.
 
     Raises:
+        CheckpointError: the class of the configuration is none that readers find or can read with,
+            and what is written would be refused for it.
         RecipeError: every server with known rules would refuse the output or run it incorrectly,
             and ``is_meant`` is False.
     """
@@ -219,6 +226,13 @@ def check_servable(
         kinds=prediction.kinds,
     )
     errors = _errors(ask())
+    of_class = [one for one in errors if one.rule == "C5"]
+    if of_class and is_verified:
+        raise CheckpointError(
+            "The config.json of the model is wrong: "
+            + " ".join(f"{one.module}: {one.message}" for one in of_class),
+            "Compare it with that of the original model.",
+        )
     of_transformers = ask(deployment=Deployment("transformers"))
     limits = _errors(of_transformers)
     if limits and not is_meant:

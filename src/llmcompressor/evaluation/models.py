@@ -17,7 +17,7 @@ from llmcompressor.checkpoint.load import (
     check_quantization_declared,
     load_config,
     load_pretrained,
-    loading_error,
+    loading_errors,
 )
 from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.errors import ArgumentError, CheckpointError
@@ -50,12 +50,8 @@ def load_for_evaluation(
             transformers raises its own errors.
     """
     name = str(place)
-    try:
+    with loading_errors(name):
         config = load_config(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise loading_error(name, error) from error
     check_not_encoder_decoder(config, name)
     check_quantization_declared(place)
     with loading_compressed():

@@ -9,6 +9,7 @@ reading a pipe waits for whoever writes to it. Each bound lies far above what is
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -71,6 +72,14 @@ def _copied(value: Any, depth: int, numbers: Iterator[int], what: str, most: int
             f"{what} holds a whole number of {value.bit_length()} bits.", "Give a smaller one."
         )
     return value
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Parse JSON as ``json.loads``, and raise ValueError too for what is nested too deeply."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 # --------------------

@@ -25,6 +25,7 @@ from transformers import GenerationConfig
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
 from llmcompressor.runtime import durable
+from llmcompressor.runtime.limits import parse_json
 
 SESSION_FILE = "session_state.pt"
 CHECKSUMS = "checksums.json"
@@ -144,7 +145,7 @@ def checkpoint_to_resume(asked: str | os.PathLike[str] | bool | None, runs: Path
 
 def step_of(folder: Path) -> int:
     """Return the optimizer step of a complete checkpoint."""
-    step: int = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))["global_step"]
+    step: int = parse_json((folder / _STATE_FILE).read_text(encoding="utf-8"))["global_step"]
     return step
 
 
@@ -182,7 +183,7 @@ def find_fault(folder: Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        damage = durable.find_damage(folder, json.loads(file.read_bytes()))
+        damage = durable.find_damage(folder, parse_json(file.read_bytes()))
     except (ValueError, AttributeError):
         damage = f"{CHECKSUMS} cannot be read"
     return None if damage is None else f"it is damaged, {damage}"

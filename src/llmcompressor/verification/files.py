@@ -8,7 +8,6 @@ what was read does not stay in the process.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import struct
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.errors import CheckpointError
-from llmcompressor.runtime.limits import check_model_files
+from llmcompressor.runtime.limits import check_model_files, parse_json
 from llmcompressor.verification.facts import Finding, Severity, TensorInfo
 
 CONFIG = "config.json"
@@ -209,7 +208,7 @@ def _json(files: Files, name: str, rule: str) -> dict[str, Any] | None:
         files.say(rule, name, "The file is not there.")
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         files.say(rule, name, f"The file is no JSON: {error}.")
         return None
@@ -233,7 +232,7 @@ def _header(files: Files, path: Path) -> dict[str, Place]:
             return {}
         text = stream.read(length)
     try:
-        raw = json.loads(text)
+        raw = parse_json(text)
         entries = {name: raw[name] for name in raw if name != "__metadata__"}
         places = {name: _place(path, 8 + length, entry) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -470,7 +469,7 @@ def _key(module: str) -> str:
 
 def _report(files: Files) -> Mapping[str, Any]:
     try:
-        report = json.loads((files.directory / _REPORT).read_text(encoding="utf-8"))
+        report = parse_json((files.directory / _REPORT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return report if isinstance(report, Mapping) else {}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
@@ -13,6 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from llmcompressor.runtime.limits import copy_values, parse_json
 from llmcompressor.verification.closeness import Closeness, WeightError, apart, outliers
 from llmcompressor.verification.expected import CHUNK, Codes
 from llmcompressor.verification.facts import Finding, Severity
@@ -129,8 +129,8 @@ def _stages_of(files: Files) -> list[tuple[str, list[str]]]:
     """The stages of the recipe beside a checkpoint: the name of each and its modifiers."""
     try:
         text = (files.directory / "recipe.yaml").read_text(encoding="utf-8")
-        document = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):
+        document = copy_values(yaml.safe_load(text))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return []
     if not isinstance(document, Mapping):
         return [("", _MODIFIER.findall(text))]
@@ -532,11 +532,11 @@ def _compare_beside(name: str, ours: Path, theirs: Path) -> Iterator[Finding]:
         yield _finding("R6", name, "It is not the original's.", _COPY, Severity.WARNING)
         return
     try:
-        before = json.loads(theirs.read_text(encoding="utf-8"))
+        before = parse_json(theirs.read_text(encoding="utf-8"))
     except ValueError:
         return  # whatever became of it, nobody could read it before
     try:
-        after = json.loads(ours.read_text(encoding="utf-8"))
+        after = parse_json(ours.read_text(encoding="utf-8"))
     except ValueError as error:
         said = f"It is no JSON, as the original's is: {error}."
         yield _finding("R6", name, said, _COPY)

@@ -21,7 +21,15 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import llmcompressor
-from llmcompressor import active_session, model_free_ptq, oneshot, plan, reset_session
+from llmcompressor import (
+    active_session,
+    evaluate,
+    model_free_ptq,
+    oneshot,
+    plan,
+    reset_session,
+    train,
+)
 from llmcompressor.errors import (
     ArgumentError,
     CheckpointError,
@@ -541,6 +549,63 @@ def test_bad_input(case: Case, place: Place, one_block: Path) -> None:
     assert after == before
     assert not active_session().lifecycle.initialized_
     check_works(place, str(one_block), "correct")
+
+
+ENTRYPOINTS: dict[str, Callable[[Place], Any]] = {
+    "oneshot": lambda place: oneshot(**place.correct()),
+    "plan": lambda place: plan(**place.correct(), measure=False),
+    "train": lambda place: train(**place.correct() | {"recipe": RTN}, max_steps=1),
+    "evaluate": lambda place: evaluate(str(place.model), dataset=small.token_rows(), num_samples=1),
+    "model_free": lambda place: model_free_ptq(place.model, place.output, "FP8_DYNAMIC"),
+}
+DEEP = '{"a":' + "[" * 10**5 + "]" * 10**5 + "}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "apart"),
+    [
+        ({"architectures": "LlamaForCausalLM"}, "no list of classes", ["evaluate"]),
+        ({"architectures": [3]}, "no list of classes|must be string", []),
+        ({"model_type": "qwen2"}, "not one of the model type qwen2", ["plan", "evaluate"]),
+        ({"hidden_act": "siluu"}, "cannot build.*siluu", ["model_free"]),
+        ({"num_attention_heads": 0}, "cannot build.*zero", ["model_free"]),
+        ({"pad_token_id": 99999}, "cannot build.*num_embeddings", ["model_free"]),
+        ({"num_hidden_layers": 10**12}, "no model is so large", []),
+    ],
+    ids=str,
+)
+def test_a_wrong_config_is_one_clear_error_before_the_work(
+    fields: dict[str, Any], words: str, apart: list[str], place: Place
+) -> None:
+    place.change_config(**fields)
+    for name, run in ENTRYPOINTS.items():
+        if name not in apart:
+            with pytest.raises(CheckpointError, match=words):
+                run(place)
+            assert not list(place.root.glob("output*")), name
+
+
+def test_a_plan_tells_that_readers_find_another_class(place: Place) -> None:
+    place.change_config(model_type="qwen2")
+    found = ENTRYPOINTS["plan"](place)
+    assert not found.ok
+    assert "C5" in {one.rule for one in found.serving if one.severity == "error"}
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_files_that_are_nested_without_end_are_one_clear_error(name: str, place: Place) -> None:
+    (place.model / name).write_text(DEEP)
+    texts = [{"text": "a text of some words"}]
+    for run in (
+        lambda: oneshot(**place.correct() | {"dataset": texts}),
+        lambda: train(**place.correct() | {"recipe": RTN, "dataset": texts}, max_steps=1),
+    ):
+        with pytest.raises(InputError, match=r"nested too deeply|recursion|its tokenizer"):
+            run()
+        assert not list(place.root.glob("output*"))
+    (place.root / "rows.jsonl").write_text(DEEP)
+    with pytest.raises(InputError):
+        oneshot(**place.correct() | {"dataset": str(place.root / "rows.jsonl")})
 
 
 @pytest.mark.parametrize(

@@ -450,14 +450,14 @@ _LEFT_OUT = re.compile(
 
 def _class(view: View) -> Iterator[Problem]:
     """C2, C5, C6, S70: what the class of config.json makes of plain weights in place of codes."""
-    if view.tensors is None:
-        return
-    yield from _named(view)
+    is_planned = view.tensors is None  # what it is made from was built
+    if not is_planned:
+        yield from _named(view)
     built = view.built
     if built is not None:
         yield from _of_class(view, built)
         return
-    if reason := refusal(view.config):
+    if not is_planned and (reason := refusal(view.config)):
         said = f"transformers cannot build a model of it: {reason}."
         yield Problem("C5", "config.json", said, _ORIGINAL)
     readings = list(readings_of_both(view.config, view.plain or {}))
@@ -467,7 +467,8 @@ def _class(view: View) -> Iterator[Problem]:
         said = f"Its class {name} is not one of the model type {kind}"
         severity = None if wrong else WARNING
         yield Problem("C5", "config.json", f"{'; '.join([said, *wrong])}.", _NAME, severity)
-    yield from _layers(view)
+    if not is_planned:
+        yield from _layers(view)
 
 
 def _named(view: View) -> Iterator[Problem]:
