@@ -140,11 +140,8 @@ def module_folders(source: Path) -> list[str]:
     """Return the folders of sentence-transformers' modules after the model, by ``modules.json``."""
     held = _json(source / _MODULES)
     entries = held if isinstance(held, list) else []
-    named = [
-        one.get("path")
-        for one in entries
-        if isinstance(one, dict) and str(one.get("type", "")).startswith("sentence_transformers.")
-    ]
+    modules = [one for one in entries if isinstance(one, dict) and isinstance(one.get("type"), str)]
+    named = [one.get("path") for one in modules]  # a type may be a class of the model's own code
     paths = [PurePosixPath(one) for one in named if isinstance(one, str)]
     inside = [one for one in paths if one.parts and not one.is_absolute() and ".." not in one.parts]
     return [str(one) for one in inside]

@@ -27,8 +27,7 @@ FILES = (
 )
 
 
-def modules(*paths: Any) -> str:
-    kind = "sentence_transformers.models.Dense"
+def modules(*paths: Any, kind: str = "sentence_transformers.models.Dense") -> str:
     return json.dumps(
         [{"idx": place, "path": path, "type": kind} for place, path in enumerate(paths)]
     )
@@ -50,8 +49,9 @@ def copied(folder: Path, target: Path) -> set[str]:
     return names
 
 
-def test_folders_of_modules_are_copied_whole(tmp_path: Path) -> None:
-    text = modules("", "1_Pooling", "2_Dense/", "parts/3_Norm", "4_Normalize")
+@pytest.mark.parametrize("kind", ["sentence_transformers.models.Dense", "custom_st.Dense"])
+def test_folders_of_modules_are_copied_whole(tmp_path: Path, kind: str) -> None:
+    text = modules("", "1_Pooling", "2_Dense/", "parts/3_Norm", "4_Normalize", kind=kind)
     names = copied(filled(tmp_path / "model", text), tmp_path / "out")
     assert names == {"modules.json", "parts/code.py", *FILES[:5]}
     assert (tmp_path / "out" / FILES[3]).read_text() == FILES[3]
