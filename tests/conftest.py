@@ -23,6 +23,8 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // _workers))
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the first run of each warns of it
+# a tenth of a second of each run, and a page tells times; tests/unit/reporting has it made
+os.environ.setdefault("LLM_COMPRESSOR_REPORT", "0")
 
 multiprocessing.set_forkserver_preload(["tests.support.forked_from"])
 

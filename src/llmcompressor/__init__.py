@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llmcompressor.entrypoints.model_free import model_free_ptq
     from llmcompressor.entrypoints.oneshot import Oneshot, oneshot
     from llmcompressor.entrypoints.plan import plan
+    from llmcompressor.entrypoints.reports import compare, report
     from llmcompressor.entrypoints.stages import run_stages
     from llmcompressor.entrypoints.train import train
     from llmcompressor.entrypoints.verify import verify
@@ -42,6 +43,7 @@ __all__ = [
     "__version__",
     "active_session",
     "callbacks",
+    "compare",
     "configure_logger",
     "create_session",
     "evaluate",
@@ -51,6 +53,7 @@ __all__ = [
     "model_free_ptq",
     "oneshot",
     "plan",
+    "report",
     "reset_session",
     "run_stages",
     "train",
@@ -70,6 +73,7 @@ _HOMES = {
     "Oneshot": "llmcompressor.entrypoints.oneshot",
     "active_session": "llmcompressor.session.functions",
     "callbacks": "llmcompressor.session.functions",
+    "compare": "llmcompressor.entrypoints.reports",
     "configure_logger": "llmcompressor.logger",
     "create_session": "llmcompressor.session.functions",
     "evaluate": "llmcompressor.entrypoints.evaluate",
@@ -78,6 +82,7 @@ _HOMES = {
     "model_free_ptq": "llmcompressor.entrypoints.model_free",
     "oneshot": "llmcompressor.entrypoints.oneshot",
     "plan": "llmcompressor.entrypoints.plan",
+    "report": "llmcompressor.entrypoints.reports",
     "reset_session": "llmcompressor.session.functions",
     "run_stages": "llmcompressor.entrypoints.stages",
     "train": "llmcompressor.entrypoints.train",

@@ -92,6 +92,7 @@ class OneshotKeywords(TypedDict, total=False):
     max_memory: Any
     resume: str
     verify: bool
+    report: bool
 
 
 class TrainKeywords(OneshotKeywords, total=False):

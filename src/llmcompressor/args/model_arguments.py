@@ -234,6 +234,12 @@ class RunArguments(CheckedFields):
         off="Do not read the written files again to check them.",
         default=True,
     )
+    report: bool = argument(
+        "Write report.html beside the weights, a page that shows what the run did.",
+        boolean,
+        off="Do not write report.html.",
+        default=True,
+    )
     dry_run: bool = argument(
         "Make and show the plan of the run; compress and write nothing.", boolean, default=False
     )

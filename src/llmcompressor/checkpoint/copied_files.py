@@ -19,7 +19,9 @@ from llmcompressor.checkpoint.source import CONFIG, INDEX, SIDE_FILES, whole_sou
 from llmcompressor.logger import logger
 from llmcompressor.runtime.limits import parse_json
 
-_WRITTEN_HERE = frozenset({CONFIG, INDEX, "recipe.yaml", "compression_report.json", *SIDE_FILES})
+_WRITTEN_HERE = frozenset(
+    {CONFIG, INDEX, "recipe.yaml", "compression_report.json", "report.html", *SIDE_FILES}
+)
 """What the output has of its own, and what other methods say of how they quantized."""
 _OF_A_RUN = re.compile(
     r"(?:all|eval|train)_results\.json|trainer_state\.json|training_args\.bin|events\.out\..*"

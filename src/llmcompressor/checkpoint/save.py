@@ -90,6 +90,7 @@ from llmcompressor.modeling.sharded import (
 from llmcompressor.runtime.memory import malloc_trim
 from llmcompressor.runtime.processes import skip_write, write_once
 from llmcompressor.runtime.progress import join_names
+from llmcompressor.runtime.run_record import CHECKING, phase
 from llmcompressor.transformers_internals import commit_of, declare_ties, not_saved
 
 RECIPE_FILE = "recipe.yaml"
@@ -127,6 +128,7 @@ class SaveOptions:
         check: called with the folder and the original's as ``source`` when all else is written (by
             ``save_pretrained`` with ``kinds`` too, those of the modules); its result is stored in
             the report.
+        page: called with the folder and the original's at the very end, to write a page about them.
         dtype: the model's dtype when it was quantized, if known.
         once: several processes hold the same model, and only one of them writes.
     """
@@ -139,6 +141,7 @@ class SaveOptions:
     source: str | os.PathLike[str] | None = None
     report: Mapping[str, Any] | None = None
     check: Check = None
+    page: Callable[[Path, Path | None], None] | None = None
     dtype: torch.dtype | None = None
     once: bool = False
 
@@ -380,7 +383,10 @@ def write_non_weight_files(
         tell(f"Left behind, of what {source} holds: {join_names(left) or 'nothing'}.")
     if left or options.check is not None:
         report = {**report, LEFT_BEHIND: left}
-    write_report(folder, report, source, options.check)
+    with phase(CHECKING):
+        write_report(folder, report, source, options.check)
+    if options.page is not None:
+        options.page(folder, source)
 
 
 def planned_config(

@@ -181,6 +181,9 @@ def _model_free(
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Do not read the written files again.")
     ] = False,
+    no_report: Annotated[
+        bool, typer.Option("--no-report", help="Do not write report.html.")
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the checkpoint that the output holds.")
     ] = False,
@@ -202,6 +205,7 @@ def _model_free(
             resume=resume,
             max_memory=max_memory,
             verify=not no_verify,
+            report=not no_report,
             overwrite=overwrite,
         )
         typer.echo(f"Written: {folder}")
@@ -247,6 +251,60 @@ def _verify(
         _show(report, "print_verification", as_json=as_json)
         if not report.ok:
             raise typer.Exit(1)
+
+
+@app.command("report", cls=GroupedCommand)
+def _report(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Folder of the model to show.")
+    ],
+    *,
+    reference: Annotated[
+        str | None, typer.Option(help="The original model, to measure sizes and errors against.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write report.html of CHECKPOINT anew: sizes, errors, time, memory, warnings."""
+    with report_errors(debug=debug):
+        page = entrypoint("entrypoints.reports:report")(checkpoint, reference)
+        typer.echo(f"Written: {page}")
+
+
+@app.command("compare", cls=GroupedCommand)
+def _compare(
+    first: Annotated[str, typer.Argument(metavar="FIRST", help="Folder of a checkpoint.")],
+    second: Annotated[str, typer.Argument(metavar="SECOND", help="Folder of another.")],
+    *,
+    reference: Annotated[
+        str | None, typer.Option(help="The model that both were made of, to measure errors from.")
+    ] = None,
+    output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = (
+        "comparison.html"
+    ),
+    dataset: _Text = None,
+    max_seq_length: _Window = None,
+    num_samples: _Samples = None,
+    trust_remote_code_model: Annotated[
+        bool, typer.Option("--trust-remote-code-model", help="Run the checkpoints' own code.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Put two checkpoints of one model side by side: sizes, schemes, errors, distance."""
+    with report_errors(debug=debug):
+        found = entrypoint("entrypoints.reports:compare")(
+            first,
+            second,
+            reference=reference,
+            output=output,
+            dataset=dataset,
+            max_seq_length=max_seq_length,
+            num_samples=num_samples,
+            trust_remote_code_model=trust_remote_code_model,
+        )
+        _show(found, "print_comparison", as_json=as_json)
+        if not as_json:
+            typer.echo(f"Written: {output}")
 
 
 @app.command("demo", cls=GroupedCommand)

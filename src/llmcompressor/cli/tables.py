@@ -12,6 +12,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from llmcompressor.cli.demo import DemoResult, DemoRow
     from llmcompressor.evaluation.metrics import Report
+    from llmcompressor.reporting.compare import Comparison
     from llmcompressor.verification.report import VerificationReport
 
 _NONE = "-"
@@ -73,6 +74,26 @@ def print_verification(report: VerificationReport, console: Console | None = Non
             Text(row.text),
         )
     console.print(table)
+
+
+def print_comparison(found: Comparison, console: Console | None = None) -> None:
+    """Print a row per checkpoint, and how many modules are quantized differently."""
+    console = console or Console()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("Checkpoint", "Size", "Quantized", "Mean error", "Perplexity", "KL"):
+        table.add_column(heading, justify="left" if heading == "Checkpoint" else "right")
+    for name, one in found.contents.items():
+        errors = list(found.errors.get(name, {}).values())
+        measured = found.evaluations.get(name, {})
+        figures = (
+            sum(errors) / len(errors) if errors else None,
+            measured.get("perplexity"),
+            measured.get("kl_divergence"),
+        )
+        shown = (_NONE if value is None else f"{value:.4g}" for value in figures)
+        table.add_row(Text(name), _mb(one.bytes), str(len(one.matrices)), *shown)
+    console.print(table)
+    console.print(f"{len(found.different_schemes())} modules are quantized differently.")
 
 
 def _cells(row: DemoRow) -> list[str]:

@@ -724,8 +724,8 @@ def select_records(
     return {name: one for name, one in records.items() if names is None or name in names}
 
 
-class RecordedMixin:
-    """Report dataclass records as plain dictionaries; has to precede ``Modifier`` in the bases."""
+class RecordedMixin(Modifier):
+    """Report dataclass records as plain dictionaries; has to precede other bases."""
 
     @property
     def records(self) -> Mapping[str, Any]:
@@ -734,5 +734,7 @@ class RecordedMixin:
 
     def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """The fields of the records, by module name; only of ``names`` if they are given."""
-        found = select_records(self.records, names)
-        return {name: asdict(record) for name, record in found.items()}
+        found = super().report(names)
+        for name, record in select_records(self.records, names).items():
+            found[name] = {**asdict(record), **found.get(name, {})}
+        return found

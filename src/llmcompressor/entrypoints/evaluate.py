@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,9 +29,15 @@ from llmcompressor.errors import ArgumentError, CheckpointError, CompressorError
 from llmcompressor.evaluation.measure import measure
 from llmcompressor.evaluation.metrics import Report
 from llmcompressor.evaluation.models import check_not_encoder_decoder, load_for_evaluation
-from llmcompressor.evaluation.sources import cut_windows, sample_windows, tokenized_documents
+from llmcompressor.evaluation.sources import (
+    Window,
+    cut_windows,
+    sample_windows,
+    tokenized_documents,
+)
 from llmcompressor.logger import logger
 from llmcompressor.modeling.patches import modules_with_adapters
+from llmcompressor.reporting.report import show_evaluation
 from llmcompressor.runtime.progress import hide_tqdm_bars
 from llmcompressor.utils import dispatch_for_generation
 from llmcompressor.verification.facts import Finding, Severity
@@ -84,7 +91,7 @@ def evaluate(
         trust_remote_code_model: run code that comes with the checkpoint.
 
     Returns:
-        The report.
+        The report. A checkpoint's ``report.html`` shows it too, if it has one.
 
     Raises:
         CheckpointError: a checkpoint does not exist, cannot be loaded, lacks weights, or is no
@@ -109,7 +116,21 @@ def evaluate(
         windows = sample_windows(cut_windows(documents, length), num_samples, seed)
         _check_windows(windows, model)
         with _explain_failures(checkpoint, reference, dtype=dtype):
-            return measure(model, windows, reference=original, batch_size=batch_size)
+            found = measure(model, windows, reference=original, batch_size=batch_size)
+    found = _with_texts(found, windows, tokenizer)
+    if not isinstance(checkpoint, Module):
+        show_evaluation(Path(checkpoint).expanduser(), found.as_dict())
+    return found
+
+
+def _with_texts(report: Report, windows: Sequence[Window], tokenizer: Any) -> Report:
+    """Return the report with the texts of its passages, where a tokenizer is known."""
+    if not hasattr(tokenizer, "decode"):
+        return report
+    worst = [
+        replace(one, text=str(tokenizer.decode(list(windows[one.window])))) for one in report.worst
+    ]
+    return replace(report, worst=tuple(worst))
 
 
 def _check_numbers(**given: Any) -> None:

@@ -50,6 +50,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.numerics.products import float32_by_default
 from llmcompressor.recipe import Recipe
 from llmcompressor.runtime.progress import join_names
+from llmcompressor.runtime.run_record import recording_run
 from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.resolve import ResolvedSchemes
 
@@ -71,6 +72,7 @@ def model_free_ptq(
     resume: str = "auto",
     max_memory: Any = None,
     verify: bool = True,
+    report: bool = True,
     overwrite: bool = False,
 ) -> Path:
     """Quantize the weights of a checkpoint by round-to-nearest, from its files alone.
@@ -100,6 +102,7 @@ def model_free_ptq(
             of processor.
         max_memory: limit of memory, such as ``"40GiB"`` for the host, or by device.
         verify: read the written files again and check them.
+        report: write ``report.html`` beside the weights.
         overwrite: replace an existing checkpoint in ``save_directory``.
 
     Returns:
@@ -129,14 +132,18 @@ def model_free_ptq(
         resume=resume,
         max_memory=max_memory,
         verify=verify,
+        report=report,
         overwrite=overwrite,
     )
     assert job.output_dir is not None
     source = _inspect(os.fspath(model_stub))
     tell_remarks(source)
-    with converted_checkpoint(
-        source, converters, job.output_dir, device=chosen, workers=max_workers
-    ) as converted:
+    with (
+        recording_run(),
+        converted_checkpoint(
+            source, converters, job.output_dir, device=chosen, workers=max_workers
+        ) as converted,
+    ):
         _quantize(job, converted, fields, resolved)
     return job.output_dir
 

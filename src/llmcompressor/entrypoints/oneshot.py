@@ -34,6 +34,7 @@ from llmcompressor.logger import log_to_file, logger, quiet
 from llmcompressor.modeling.sharded import is_sharded
 from llmcompressor.numerics.products import float32_by_default, full_float32_products
 from llmcompressor.runtime.processes import Processes
+from llmcompressor.runtime.run_record import recording_run
 from llmcompressor.session.functions import exclusive_session
 
 if TYPE_CHECKING:
@@ -238,6 +239,7 @@ class Oneshot(Job):
             self._synchronized(),
             log_to_file(log if self.processes.is_first else None),
             exclusive_session(),
+            recording_run(),
             _leave_inference_mode(model),
             _leave_autocast(),
             float32_by_default(),

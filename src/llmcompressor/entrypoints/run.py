@@ -86,6 +86,7 @@ from llmcompressor.pipelines.moe_selection import (
 )
 from llmcompressor.pipelines.passes import BY_BLOCK, run_passes, split_into_passes
 from llmcompressor.pipelines.targets import check_reached
+from llmcompressor.reporting.report import write_run_page
 from llmcompressor.runtime.memory import empty_device_cache, free_device_memory
 from llmcompressor.runtime.progress import format_bytes, join_names
 from llmcompressor.runtime.threads import short_spin_waits
@@ -603,6 +604,7 @@ class _Run:
                 source=blocks.source_folder,
                 report=report,
                 check=verify_saved if job.run_args.verify else None,
+                page=write_run_page if job.run_args.report else None,
                 once=job.processes.count > 1,
             )
             modify_save_pretrained(model, options)  # type: ignore[arg-type]  # or one like it
@@ -688,6 +690,7 @@ class _Run:
             source=self._blocks.source_folder,
             report=report,
             check=partial(verify_written, kinds=kinds) if job.run_args.verify else None,
+            page=write_run_page if job.run_args.report else None,
         )
 
     def _identity(self, blocks: StreamedBlocks, predictions: Sequence[Prediction]) -> RunIdentity:

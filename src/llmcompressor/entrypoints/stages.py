@@ -299,6 +299,7 @@ _NOT_RECORDED = (
     "log_dir",
     "overwrite",
     "resume",
+    "report",
     "verify",
     "max_memory",
     "use_auth_token",

@@ -20,6 +20,7 @@ from llmcompressor.entrypoints.training_task import Training
 from llmcompressor.logger import logger
 from llmcompressor.numerics.products import float32_by_default
 from llmcompressor.runtime.progress import join_names
+from llmcompressor.runtime.run_record import recording_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,5 +107,5 @@ def train(
         rest = {name: value for name, value in given.items() if name not in {"stage", *staged}}
         place = "./output" if output_dir is None else output_dir
         return run_stages(output_dir=place, loggers=loggers, **rest)
-    with float32_by_default():
+    with float32_by_default(), recording_run():
         return cast("PreTrainedModel", run_training(Training(output_dir, loggers, **given)))

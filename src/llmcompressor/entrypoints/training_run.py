@@ -60,6 +60,7 @@ from llmcompressor.modeling.sharded import (
     has_partitioned_parameters,
     was_loaded_sharded,
 )
+from llmcompressor.reporting.report import write_run_page
 from llmcompressor.session.functions import run_session
 from llmcompressor.session.session import CompressionSession
 from llmcompressor.training import Trainer
@@ -370,7 +371,10 @@ class _Run:
             logger.info(f"Trained for {trainer.state.global_step} steps: {said}.")
         recipe = task.applied_recipe(self.session.lifecycle.recipe)
         check = verify_saved if task.run_args.verify else None
-        options = SaveOptions(recipe=recipe, source=task.source, report=report, check=check)
+        page = write_run_page if task.run_args.report else None
+        options = SaveOptions(
+            recipe=recipe, source=task.source, report=report, check=check, page=page
+        )
         modify_save_pretrained(self.model, options)
         state = None
         if task.output_dir is not None and (

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from llmcompressor.errors import ArgumentError, NonFiniteError
-from llmcompressor.evaluation.metrics import MetricSums, Report, batch_sums
+from llmcompressor.evaluation.metrics import MetricSums, Passage, Report, batch_sums
 from llmcompressor.evaluation.models import check_causal, compute_logits
 from llmcompressor.evaluation.sources import Window, padded_batches
 from llmcompressor.modeling.patches import eval_mode
@@ -61,7 +61,7 @@ def compare(
     """
     if batch_size < 1:
         raise ArgumentError(f"batch_size is {batch_size}.", "Give 1 or more.")
-    sums = dict.fromkeys(models, MetricSums())
+    each: dict[str, list[MetricSums]] = {name: [] for name in models}  # of each window
     steps = -(-len(windows) // batch_size)
     everything = [*models.values(), *([] if reference is None else [reference])]
     with ExitStack() as modes, torch.no_grad(), progress(steps, "Evaluating") as advance:
@@ -80,12 +80,20 @@ def compare(
                         "compared.",
                         "Give the model that was compressed as the reference.",
                     )
-                sums[name] += batch_sums(logits_BTV, ids_BT, mask_BT, expected)
+                for row in range(len(ids_BT)):
+                    own = slice(row, row + 1)
+                    other = None if expected is None else expected[own]
+                    found = batch_sums(logits_BTV[own], ids_BT[own], mask_BT[own], other)
+                    each[name].append(found)
             advance()
-    return {name: _report(name, sums[name], len(windows), reference) for name in models}
+    return {name: _report(name, each[name], reference) for name in models}
 
 
-def _report(name: str, sums: MetricSums, windows: int, reference: nn.Module | None) -> Report:
+_MOST_PASSAGES = 5
+
+
+def _report(name: str, each: Sequence[MetricSums], reference: nn.Module | None) -> Report:
+    sums = sum(each, MetricSums())
     if not sums.tokens:
         raise ArgumentError("There is no token to predict.", "Give windows of at least two tokens.")
     if not torch.isfinite(torch.tensor([sums.nll, sums.reference_nll, sums.kl])).all():
@@ -94,9 +102,19 @@ def _report(name: str, sums: MetricSums, windows: int, reference: nn.Module | No
             f"loss {sums.nll / sums.tokens}, reference {sums.reference_nll / sums.tokens}, "
             f"divergence {sums.kl / sums.tokens}. The weights are likely damaged."
         )
-    means = [one / sums.tokens for one in (sums.nll, sums.reference_nll, sums.kl, sums.agreed)]
-    means[2] = max(0.0, means[2])  # rounding can leave that of equal models below zero
-    return Report(sums.tokens, windows, *means[: 1 if reference is None else None])
+    loss, of_reference, kl, agreed = (
+        one / sums.tokens for one in (sums.nll, sums.reference_nll, sums.kl, sums.agreed)
+    )
+    values = [
+        Passage(place, (one.nll if reference is None else one.kl) / one.tokens)
+        for place, one in enumerate(each)
+        if one.tokens
+    ]
+    worst = tuple(sorted(values, key=lambda one: -one.value)[:_MOST_PASSAGES])
+    if reference is None:
+        return Report(sums.tokens, len(each), loss, worst=worst)
+    kl = max(0.0, kl)  # rounding can leave that of equal models below zero
+    return Report(sums.tokens, len(each), loss, of_reference, kl, agreed, worst)
 
 
 # --------------------

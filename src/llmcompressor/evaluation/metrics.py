@@ -114,6 +114,22 @@ def _row_sums(log_q_NV: Tensor, log_p_NV: Tensor | None, target_N: Tensor) -> Me
 
 
 @dataclass(frozen=True)
+class Passage:
+    """A window of the text, where the model does badly.
+
+    Attributes:
+        window: its number.
+        value: mean KL divergence of its tokens from the reference, without one their mean loss, in
+            nats.
+        text: its text, if the tokenizer is known.
+    """
+
+    window: int
+    value: float
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class Report:
     """The metrics of a model on a text; those that need a reference are ``None`` without one.
 
@@ -124,6 +140,8 @@ class Report:
         reference_loss: the same for the reference.
         kl_divergence: mean over the tokens of KL(reference || model), in nats.
         top1_agreement: share of the tokens where both models' top-1 token is the same.
+        worst: the windows where the model is furthest from the reference, or without one has the
+            largest loss, the worst first.
     """
 
     tokens: int
@@ -132,6 +150,7 @@ class Report:
     reference_loss: float | None = None
     kl_divergence: float | None = None
     top1_agreement: float | None = None
+    worst: tuple[Passage, ...] = ()
 
     @property
     def perplexity(self) -> float:

@@ -95,6 +95,23 @@ class Partition:
             scale_YX = scale_YX.repeat_interleave(h, -2)[..., :R, :]
         return scale_YX.expand(*scale_YX.shape[:-2], R, C)
 
+    def sample(self, R: int, count: int) -> tuple[Tensor, Tensor]:
+        """Rows spread evenly over a matrix of ``R``, in whole cells, and these cells.
+
+        Returns:
+            Two int64 vectors: at least ``count`` rows, or all if there are fewer, and indices into
+            the first dimension of scales with a row for each row of cells.
+
+        >>> Partition(2, 0).sample(7, 3)
+        (tensor([0, 1, 4, 5]), tensor([0, 2]))
+        """
+        h = self.rows or 1
+        Y = -(-R // h)
+        wanted = min(-(-count // h), Y)
+        cells = torch.arange(wanted) * Y // wanted
+        rows = (cells[:, None] * h + torch.arange(h)).flatten()
+        return rows[rows < R], cells
+
     def per_column(self, scale: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
         """The scale by row and column group, for column-by-column solvers.
 

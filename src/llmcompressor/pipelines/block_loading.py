@@ -15,6 +15,7 @@ from torch.nn import Module
 from llmcompressor.core.contract import Edits
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
+from llmcompressor.runtime.run_record import READING, WRITING, phase
 
 
 class BlockLoader:
@@ -102,7 +103,8 @@ class BlockLoader:
             return
         self.loaded[name] = self._blocks[name]
         self._visited.add(name)
-        self._source.enter(name)
+        with phase(READING):
+            self._source.enter(name)
         self._finish(self._early, self.modules_of(name))
 
     def enter_block_of(self, module: Module) -> None:
@@ -117,7 +119,8 @@ class BlockLoader:
             self._adopt(self.modules_of(name))
         else:
             self._finish(self._modifiers, self.modules_of(name), written=self._source.rounds)
-        self._source.leave(name)
+        with phase(WRITING):
+            self._source.leave(name)
 
     def finish_unvisited(self) -> None:
         """Finish the blocks that no pass has entered.

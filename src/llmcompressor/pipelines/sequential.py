@@ -66,6 +66,7 @@ from llmcompressor.pipelines.watchers import (
 )
 from llmcompressor.runtime.memory import malloc_trim
 from llmcompressor.runtime.progress import Advance, join_names, progress
+from llmcompressor.runtime.run_record import FORWARD, phase
 from llmcompressor.session.functions import LifecycleCallbacks, active_session
 
 if TYPE_CHECKING:
@@ -414,7 +415,8 @@ class _Stepper:
                 self.store.fetch(one)
                 self._set_batch(one, None)
                 try:
-                    self.forward.execute(one)
+                    with phase(FORWARD):
+                        self.forward.execute(one)
                 finally:
                     self._set_batch(None, None)
                 self.store.park(one)
@@ -474,7 +476,7 @@ class _Stepper:
         self.store.fetch(one)
         self._set_batch(one, references)
         try:
-            with self._listening(one):
+            with self._listening(one), phase(FORWARD):
                 self.hooks.run(one)
         finally:
             self._set_batch(None, None)
@@ -506,7 +508,7 @@ class _Stepper:
             reference = _WaitingInputs(self.forward.passes[2 * one.index], self.units)
         self._set_batch(one, reference)
         try:
-            with self._listening(one):
+            with self._listening(one), phase(FORWARD):
                 step()
                 if one.module is not None:
                     self.hooks.show_input(one, self.units[one.module].others)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from llmcompressor.core.contract import (
     Traits,
 )
 from llmcompressor.core.events import Event
-from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.modifier import Modifier, select_records
 from llmcompressor.core.state import State
 from llmcompressor.errors import LifecycleError, NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
@@ -62,6 +63,7 @@ from llmcompressor.quantization.ownership import (
 )
 from llmcompressor.quantization.parameters import (
     WeightParameters,
+    WeightRounding,
     check_observers,
     needs_input_importance,
     observe_weight,
@@ -150,6 +152,7 @@ class QuantizationMixin(Modifier):
     _was_left: bool = PrivateAttr(False)
     _parameters: dict[Module, WeightParameters] = PrivateAttr(default_factory=dict)
     _rounded: set[Module] = PrivateAttr(default_factory=set)
+    _roundings: dict[str, WeightRounding] = PrivateAttr(default_factory=dict)
     _finished: set[Module] = PrivateAttr(default_factory=set)
     _fused: dict[Module, tuple[Module, ...]] = PrivateAttr(default_factory=dict)
     _global_scales: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
@@ -555,19 +558,33 @@ class QuantizationMixin(Modifier):
             found=self._ranges.pop(module, None),
         )
 
-    def keep(self, module: Module, parameters: WeightParameters, *, rounded: bool = False) -> None:
+    @torch.no_grad()
+    def keep(
+        self, module: Module, parameters: WeightParameters, values_RC: Tensor | None = None
+    ) -> None:
         """Keep the parameters of a weight until calibration ends.
 
         Args:
             module: one of the selected modules.
             parameters: the parameters of its weight.
-            rounded: whether its weight is already rounded; otherwise it is rounded at the end.
+            values_RC: what replaces its weight at once, rounded; the weight itself is rounded at
+                the end if ``None``.
         """
+        name, weight_RC = self._names[module], weight_of(module).detach()
         if not is_finite(parameters.scale):
-            raise NonFiniteError(f"The scales found for {self._names[module]} are not finite.")
+            raise NonFiniteError(f"The scales found for {name} are not finite.")
         self._parameters[module] = parameters
-        if rounded:
+        self._roundings[name] = parameters.rounding(weight_RC, values_RC)
+        if values_RC is not None:
+            replace_weight(module, parameters.round(values_RC))
             self._rounded.add(module)
+
+    def report(self, names: Container[str] | None = None) -> dict[str, Any]:
+        """What rounding lost of each weight (:class:`WeightRounding`), and the technique's own."""
+        found = super().report(names)
+        for name, one in select_records(self._roundings, names).items():
+            found[name] = {**found.get(name, {}), **asdict(one)}
+        return found
 
     # ------------------------------------------------------------------ after
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,24 @@ from llmcompressor.schemes.resolve import BASE_NAMES, ResolvedSchemes
 
 _FROM_EXTREMES = ("observe", "measure", "qparams")
 """What an observer must not do in a way of its own."""
+
+
+_SAMPLED = 32
+"""Rows at least, and the share of them, on which the error of rounding is measured."""
+
+
+@dataclass(frozen=True)
+class WeightRounding:
+    """What rounding loses of a weight.
+
+    Attributes:
+        weight_error: ``‖W - Q‖ / ‖W‖``, Frobenius norms, W the weight as it was before, with the
+            scales and rotations of earlier modifiers, Q as it is decoded; 0 for a weight of zeros.
+        scales: the least, the median and the largest magnitude of its scales.
+    """
+
+    weight_error: float
+    scales: tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -86,6 +104,35 @@ class WeightParameters:
         if self.through is not None:
             values = values.to(self.through)
         return values.to(weight_RC.dtype)
+
+    def rounding(self, weight_RC: Tensor, values_RC: Tensor | None = None) -> WeightRounding:
+        """What rounding loses of a weight, measured on rows spread over it.
+
+        Args:
+            weight_RC: the weight, floating dtype.
+            values_RC: what is rounded in its place, if a solver found something better.
+        """
+        R = len(weight_RC)
+        partition = partition_of(self.args)
+        rows, cells = (
+            one.to(weight_RC.device) for one in partition.sample(R, max(_SAMPLED, R // _SAMPLED))
+        )
+        scale, zero = self.scale, self.zero_point
+        if partition.rows > 0:  # else one row of scales holds for all
+            scale, zero = scale[cells], zero[cells]
+        original = weight_RC[rows]
+        rounded = replace(self, scale=scale, zero_point=zero).round(
+            original if values_RC is None else values_RC[rows]
+        )
+        original = original.float()
+        norm = float(torch.linalg.vector_norm(original))
+        error = float(torch.linalg.vector_norm(original - rounded.float()))
+        scale = self.effective_scale.float().abs()
+        least, greatest = scale.aminmax()
+        return WeightRounding(
+            error / norm if norm > 0 else 0.0,
+            (float(least), float(scale.median()), float(greatest)),
+        )
 
     def columns(self, rows: int, columns: int) -> ColumnScales:
         """The scales for a column sweep over a ``rows`` by ``columns`` weight."""

@@ -17,6 +17,7 @@ from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
 from llmcompressor.recipe.arguments import RecipeArgs
 from llmcompressor.recipe.recipe import Recipe, RecipeInput, renew_recipe
+from llmcompressor.runtime.run_record import phase
 from llmcompressor.session.resuming import check_same_recipe, recipe_record
 
 _BATCH_ORDER = (
@@ -272,7 +273,10 @@ class CompressionLifecycle:
             outline.undo()
 
     def _call(self, call: Callable[[Modifier], Any]) -> list[Any]:
-        results = [call(modifier) for modifier in list(self.recipe.modifiers)]
+        results = []
+        for modifier in list(self.recipe.modifiers):
+            with phase(type(modifier).__name__):
+                results.append(call(modifier))
         return [result for result in results if result is not None]
 
     @contextmanager

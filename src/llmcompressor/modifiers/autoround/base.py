@@ -66,7 +66,6 @@ from llmcompressor.quantization.parameters import (
     check_observers,
     needs_input_importance,
     observe_weight,
-    replace_weight,
     uses_only_extremes,
     weight_of,
 )
@@ -469,8 +468,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         if rounded.zero is not None:
             zero = rounded.zero.to(zero.dtype).reshape(zero.shape)
         parameters = WeightParameters(found.args, scale, zero, found.global_scale)
-        replace_weight(module, parameters.round(rounded.values))
-        self.keep(module, parameters, rounded=True)
+        self.keep(module, parameters, rounded.values)
         return float((nearest_RC != rounded.level_RC).float().mean())
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:

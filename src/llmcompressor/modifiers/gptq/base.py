@@ -46,7 +46,7 @@ from llmcompressor.quantization.column_solver import (
     refinement_rounds,
     solve,
 )
-from llmcompressor.quantization.parameters import replace_weight, weight_of
+from llmcompressor.quantization.parameters import weight_of
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
@@ -263,8 +263,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
                 found = problem.parameters[number]
                 if solution.scales is not None:
                     found = replace(found, scale=solution.scales[number])
-                replace_weight(module, found.round(solution.weights[number]))
-                self.keep(module, found, rounded=True)
+                self.keep(module, found, solution.weights[number])
                 name = self._names[module]
                 self._records[name] = SolveRecord(
                     problem.tokens, solution.loss, solution.dampening, solution.dead
@@ -273,9 +272,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
 
     def _round_to_nearest(self, module: Module) -> None:
         """Round a weight before later modules see it, as in a resumed run."""
-        found = self.observe(module)
-        replace_weight(module, found.round(weight_of(module).detach()))
-        self.keep(module, found, rounded=True)
+        self.keep(module, self.observe(module), weight_of(module).detach())
 
     def _is_solved(self, module: Module) -> bool:
         """Return True for quantized Linears; embeddings have no inputs to solve for."""

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of one checkpoint: sizes, errors, experts, time and memory, warnings, findings."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from llmcompressor.errors import CompressorError
+from llmcompressor.logger import logger
+from llmcompressor.reporting.cards import depth_chart, size_card
+from llmcompressor.reporting.charts import Dot, bars, over_depth
+from llmcompressor.reporting.contents import Contents, Matrix, contents_of, depth_of
+from llmcompressor.reporting.page import Card, Figure, data_of, render
+from llmcompressor.runtime.durable import replace
+from llmcompressor.runtime.progress import format_bytes
+from llmcompressor.runtime.run_record import RunRecord, run_record
+
+PAGE_FILE = "report.html"
+_WANTED = "LLM_COMPRESSOR_REPORT"
+"""An environment variable: with 0 no run writes a page."""
+_MOST_ROWS = 300
+_LONGEST = 600
+"""Characters of a passage."""
+_VERSIONS = ("llmcompressor", "torch", "transformers", "compressed-tensors")
+
+
+def write_run_page(folder: Path, source: Path | None) -> None:
+    """Write the page of the run that goes on, beside its checkpoint.
+
+    A page that cannot be made is told of, and the checkpoint is kept.
+
+    Args:
+        folder: where all else of the checkpoint is written.
+        source: the model that it was made of, if that is a folder.
+    """
+    if not _is_wanted():
+        return
+    try:
+        data = {"name": _name_of(folder), **_as_data(run_record()), "before": _before(source)}
+        text = page_of(folder, data)
+    except (CompressorError, OSError, ValueError) as error:
+        logger.warning(f"No {PAGE_FILE} was written: {error}")
+        return
+    (folder / PAGE_FILE).write_text(text, encoding="utf-8")
+
+
+def show_evaluation(folder: Path, found: Mapping[str, Any]) -> None:
+    """Show an evaluation on the page of a checkpoint, if it has a page."""
+    if not (folder / PAGE_FILE).is_file() or not _is_wanted():
+        return
+    try:
+        write_page(folder, evaluation=found)
+    except (CompressorError, OSError, ValueError) as error:
+        logger.warning(f"The {PAGE_FILE} of {folder} does not show the evaluation: {error}")
+
+
+def write_page(
+    folder: Path,
+    source: Path | None = None,
+    *,
+    errors: Mapping[str, float] | None = None,
+    evaluation: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the page of a checkpoint anew; what its page had of the run stays.
+
+    Args:
+        folder: its folder.
+        source: the folder of the model that it was made of; what the page had of it if ``None``.
+        errors: as for :func:`page_of`.
+        evaluation: what ``evaluate`` found.
+
+    Returns:
+        The page.
+
+    Raises:
+        CheckpointError: a folder holds no checkpoint, or half of one.
+    """
+    page = folder / PAGE_FILE
+    data = {"name": folder.resolve().name, **data_of(page)}
+    if source is not None:
+        data["before"] = _before(source)
+    if evaluation is not None:
+        data["evaluation"] = dict(evaluation)
+    replace(page, page_of(folder, data, errors).encode())
+    return page
+
+
+def _is_wanted() -> bool:
+    return os.environ.get(_WANTED, "").lower() not in {"0", "false"}
+
+
+def _before(source: Path | None) -> dict[str, Any]:
+    """Return the kinds of layers of the model that a checkpoint was made of, as plain data."""
+    if source is None:
+        return {}
+    return contents_of(source).sizes
+
+
+def _name_of(folder: Path) -> str:
+    """Return the name that an output will have, of which this is the work folder.
+
+    >>> _name_of(Path("my-model.partial/files")), _name_of(Path("my-model.partial-12-0"))
+    ('my-model', 'my-model')
+    """
+    own = folder.parent if ".partial" in folder.parent.name else folder
+    return own.name.partition(".partial")[0]
+
+
+def page_of(
+    folder: Path, data: Mapping[str, Any], errors: Mapping[str, float] | None = None
+) -> str:
+    """Return the page of a checkpoint.
+
+    Args:
+        folder: its folder.
+        data: of the run: its time, memory and warnings, the sizes before, an evaluation.
+        errors: module → relative error of its weight; those of ``compression_report.json`` if not
+            given.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint, or half of one.
+    """
+    contents = contents_of(folder)
+    matrices = [
+        one if errors is None else dataclasses.replace(one, error=errors.get(one.module))
+        for one in contents.matrices.values()
+    ]
+    before = data.get("before") or {}
+    verdict = contents.report.get("verification") or {}
+    cards = [
+        size_card({"before": before, "after": contents.sizes}, {"": contents}),
+        *_errors(matrices),
+        *_experts(contents.report.get("experts") or {}),
+        *_evaluation(data.get("evaluation")),
+        *_phases(data.get("phases") or {}),
+        _findings(verdict),
+        *_warnings(data.get("warnings") or [], contents.report.get("left_behind") or []),
+        _next(data.get("name") or contents.folder.name),
+        *_table_of(matrices),
+    ]
+    title = f"{contents.architecture}, compressed" if matrices else contents.architecture
+    return render(title, _subtitle(contents, data), _figures(contents, matrices, data), cards, data)
+
+
+def _as_data(record: RunRecord | None) -> dict[str, Any]:
+    if record is None:
+        return {}
+    versions = {name: version(name) for name in _VERSIONS}
+    phases = {name: asdict(one) for name, one in record.phases.items()}
+    return {"versions": versions, "phases": phases, "warnings": list(record.warnings)}
+
+
+def _subtitle(contents: Contents, data: Mapping[str, Any]) -> str:
+    made = ", ".join(f"{name} {one}" for name, one in (data.get("versions") or {}).items())
+    return f"{data.get('name') or contents.folder.name} {'· ' + made if made else ''}".strip()
+
+
+def _figures(
+    contents: Contents,
+    matrices: list[Matrix],
+    data: Mapping[str, Any],
+) -> list[Figure]:
+    found = [Figure("size", format_bytes(contents.bytes))]
+    before = sum(one["bytes"] for one in (data.get("before") or {}).values())
+    if before:
+        share = contents.bytes / before
+        found.append(Figure("of the original", f"{100 * share:.1f} %"))
+    errors = [one.error for one in matrices if one.error is not None]
+    found.append(Figure("matrices quantized", str(len(matrices))))
+    if errors:
+        found.append(Figure("mean error of weights", f"{sum(errors) / len(errors):.4f}"))
+    evaluation = data.get("evaluation")
+    if evaluation:
+        found.append(Figure("perplexity", f"{evaluation['perplexity']:.4g}"))
+    verdict = contents.report.get("verification")
+    if verdict:
+        good = bool(verdict.get("ok"))
+        found.append(Figure("verify", "good" if good else "NOT good", "good" if good else "bad"))
+    phases = data.get("phases") or {}
+    if phases:
+        seconds = sum(one["seconds"] for one in phases.values())
+        found.append(Figure("time", _duration(seconds)))
+        found.append(Figure("memory", format_bytes(max(one["bytes"] for one in phases.values()))))
+    return found
+
+
+def _errors(matrices: Iterable[Matrix]) -> list[Card]:
+    every = list(matrices)
+    known = [one for one in every if one.error is not None]
+    if not known:
+        return []
+    cards = [
+        Card(
+            "errors",
+            "Error of the weights",
+            charts=[
+                depth_chart(known, lambda one: one.error, "relative error ‖W - Q‖ / ‖W‖"),
+                depth_chart(known, lambda one: one.snr, "signal to noise, dB"),
+            ],
+            note="A dot for each layer and kind; of several, such as experts, the largest value. "
+            "W has the scales and rotations that were moved into it before it was rounded.",
+        )
+    ]
+    if any(one.spread for one in known):
+        cards.append(
+            Card(
+                "scales",
+                "Spread of scales",
+                charts=[
+                    depth_chart(known, lambda one: one.spread, "largest scale / least", log=True),
+                    depth_chart(known, _median_scale, "median scale", log=True),
+                ],
+                note="Where the largest scale of a weight is far above its least, a few rows or "
+                "groups hold much larger weights than the rest.",
+            )
+        )
+    return cards
+
+
+def _median_scale(one: Matrix) -> float | None:
+    return None if one.scales is None else one.scales[1]
+
+
+def _experts(counts: Mapping[str, Any]) -> list[Card]:
+    """Show the calibration tokens of experts: module of a mixture → tokens of each expert."""
+    rows, least, largest = [], [], []
+    for module, found in counts.items():
+        tokens = _tokens(found)
+        if not tokens:
+            continue
+        depth = depth_of(module) or 0
+        least.append(Dot(depth, min(tokens), f"{module}, the least"))
+        largest.append(Dot(depth, max(tokens), f"{module}, the most"))
+        starved = sum(1 for one in tokens if one == 0)
+        rows.append((module, len(tokens), min(tokens), max(tokens), starved))
+    if not rows:
+        return []
+    return [
+        Card(
+            "experts",
+            "Tokens of experts",
+            charts=[over_depth({"least": least, "most": largest}, "calibration tokens")],
+            head=("mixture", "experts", "least", "most", "without any"),
+            rows=rows,
+            numbers=(1, 2, 3, 4),
+        )
+    ]
+
+
+def _tokens(found: Any) -> list[float]:
+    values = found.values() if isinstance(found, Mapping) else found
+    values = values if isinstance(values, Iterable) and not isinstance(values, str) else []
+    return [one for one in values if isinstance(one, int | float)]
+
+
+def _evaluation(found: Mapping[str, Any] | None) -> list[Card]:
+    if not found:
+        return []
+    names = {
+        "perplexity": "perplexity",
+        "loss": "loss, nats a token",
+        "reference_loss": "loss of the original",
+        "kl_divergence": "KL divergence from the original, nats a token",
+        "top1_agreement": "same first choice as the original",
+        "tokens": "tokens measured",
+    }
+    rows = [
+        (text, f"{found[name]:.5g}") for name, text in names.items() if found.get(name) is not None
+    ]
+    cards = [Card("evaluation", "Evaluation", head=("", ""), rows=rows, numbers=(1,))]
+    worst = found.get("worst") or []
+    if worst:
+        cards.append(
+            Card(
+                "worst",
+                "Worst passages",
+                head=("nats a token", "passage"),
+                rows=[(f"{one['value']:.4g}", _cut(one["text"])) for one in worst],
+                note="Where the model is furthest from the original, or without one where its loss "
+                "is the largest.",
+            )
+        )
+    return cards
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+
+
+def _phases(phases: Mapping[str, Any]) -> list[Card]:
+    if not phases:
+        return []
+    rows = [
+        (name, _duration(one["seconds"]), format_bytes(one["bytes"]))
+        for name, one in phases.items()
+    ]
+    return [
+        Card(
+            "phases",
+            "Time and memory",
+            charts=[
+                bars({"": {name: one["seconds"] for name, one in phases.items()}}, "seconds"),
+                bars({"": {name: one["bytes"] / 1e6 for name, one in phases.items()}}, "MB held"),
+            ],
+            head=("phase", "time", "memory"),
+            rows=rows,
+            numbers=(1, 2),
+            note="Of this call alone, if the run was continued. Memory is main memory, looked at "
+            "twenty times a second; reading and writing go on beside the other phases.",
+        )
+    ]
+
+
+def _findings(verdict: Mapping[str, Any]) -> Card:
+    found = verdict.get("findings") or []
+    rows = [
+        (
+            one.get("severity", ""),
+            one.get("rule", ""),
+            one.get("server", ""),
+            _some(one.get("modules") or []),
+            f"{one.get('message', '')} {one.get('remedy', '')}".strip(),
+        )
+        for one in found[:_MOST_ROWS]
+    ]
+    lines = []
+    if not verdict:
+        lines = [
+            "This checkpoint was not verified when it was written. `llmcompressor verify` does."
+        ]
+    elif not rows:
+        lines = ["Nothing was found."]
+    return Card(
+        "verify",
+        "What verify found",
+        lines=lines,
+        head=("", "rule", "server", "where", "what"),
+        rows=rows,
+        wide=True,
+    )
+
+
+def _some(modules: list[str]) -> str:
+    more = len(modules) - 1
+    return "" if not modules else f"{modules[0]} and {more} more" if more else modules[0]
+
+
+def _warnings(warnings: Iterable[str], left: Iterable[str]) -> list[Card]:
+    rows = [(one,) for one in warnings]
+    lines = [f"Left behind, of the original's files and tensors: {one}" for one in left]
+    if not rows and not lines:
+        return []
+    return [Card("warnings", "Warnings", lines=lines, head=("",), rows=rows, wide=True)]
+
+
+def _next(name: str) -> Card:
+    return Card(
+        "next",
+        "What next",
+        code=f"vllm serve {name}\n"
+        f"llmcompressor evaluate {name} --reference ORIGINAL\n"
+        f"llmcompressor verify {name} --reference ORIGINAL --serve vllm",
+    )
+
+
+def _table_of(matrices: list[Matrix]) -> list[Card]:
+    if not matrices:
+        return []
+    worst = sorted(matrices, key=lambda one: -(one.error or 0.0))[:_MOST_ROWS]
+    rows = [
+        (
+            one.module,
+            one.scheme,
+            "" if one.error is None else f"{one.error:.4f}",
+            "" if one.snr is None else f"{one.snr:.1f}",
+            *("" if one.scales is None else f"{value:.3g}" for value in one.scales or ("",) * 3),
+        )
+        for one in worst
+    ]
+    more = len(matrices) - len(worst)
+    return [
+        Card(
+            "matrices",
+            "Quantized matrices, the largest error first",
+            head=("module", "scheme", "error", "dB", "least scale", "median", "largest"),
+            rows=rows,
+            numbers=(2, 3, 4, 5, 6),
+            note=f"{more} more are in compression_report.json." if more else "",
+            wide=True,
+        )
+    ]
+
+
+def _duration(seconds: float) -> str:
+    """Format seconds for a person.
+
+    >>> _duration(0.234), _duration(83.2), _duration(7260)
+    ('0.23 s', '1 min 23 s', '2 h 1 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, left = divmod(minutes, 60)
+    return f"{hours} h {left} min" if hours else f"{minutes} min {rest} s"

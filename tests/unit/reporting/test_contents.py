@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint holds, by its headers, against what is in its files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from llmcompressor.errors import CheckpointError
+from llmcompressor.reporting.contents import contents_of, kind_of
+
+
+def test_kinds_hold_every_byte_once(pico: Path) -> None:
+    found = contents_of(pico)
+    with safe_open(pico / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert found.bytes == sum(one.nbytes for one in tensors.values())
+    modules = [name for kind in found.kinds.values() for name in kind.modules]
+    assert len(modules) == len(set(modules))
+    assert all(kind_of(name) == kind.name for kind in found.kinds.values() for name in kind.modules)
+    down = found.kinds["model.layers.*.mlp.down_proj"]
+    assert len(down.modules) == 4
+    assert not found.matrices
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "no weights", "no config", "shard"])
+def test_half_a_checkpoint_is_one_error(pico: Path, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(pico, folder)
+    weights = folder / "model.safetensors"
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "empty":
+        weights.write_bytes(b"")
+    elif damage == "no weights":
+        weights.unlink()
+    elif damage == "no config":
+        (folder / "config.json").unlink()
+    else:
+        weights.rename(folder / "model-00001-of-00002.safetensors")
+        (folder / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-2.safetensors"}}'
+        )
+    with pytest.raises(CheckpointError, match="no whole checkpoint") as caught:
+        contents_of(folder)
+    assert "llmcompressor verify" in str(caught.value)
+
+
+def test_a_folder_without_a_model_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no model"):
+        contents_of(tmp_path)
+    with pytest.raises(CheckpointError, match="There is no checkpoint folder"):
+        contents_of(tmp_path / "absent")
