@@ -42,6 +42,7 @@ FLOORS = {
     "utils": 6,
     "evaluation": 6,
     "pipelines": 7,
+    "reporting": 7,
     "modifiers": 8,
     "planning": 8,
     "training": 8,

@@ -264,7 +264,7 @@ def _report(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write report.html of CHECKPOINT anew: sizes, errors, time, memory, warnings."""
+    """Write the page of a CHECKPOINT anew."""
     with report_errors(debug=debug):
         page = entrypoint("entrypoints.reports:report")(checkpoint, reference)
         typer.echo(f"Written: {page}")
@@ -290,7 +290,10 @@ def _compare(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Put two checkpoints of one model side by side: sizes, schemes, errors, distance."""
+    """Put two checkpoints side by side.
+
+    On a page: their sizes, schemes, errors and distance from the original.
+    """
     with report_errors(debug=debug):
         found = entrypoint("entrypoints.reports:compare")(
             first,

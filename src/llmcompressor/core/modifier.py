@@ -724,8 +724,8 @@ def select_records(
     return {name: one for name, one in records.items() if names is None or name in names}
 
 
-class RecordedMixin(Modifier):
-    """Report dataclass records as plain dictionaries; has to precede other bases."""
+class RecordedMixin:
+    """Report dataclass records as plain dictionaries; has to precede ``Modifier`` in the bases."""
 
     @property
     def records(self) -> Mapping[str, Any]:
@@ -734,7 +734,7 @@ class RecordedMixin(Modifier):
 
     def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """The fields of the records, by module name; only of ``names`` if they are given."""
-        found = super().report(names)
+        found: dict[str, Any] = super().report(names)  # type: ignore[misc]  # Modifier's
         for name, record in select_records(self.records, names).items():
             found[name] = {**asdict(record), **found.get(name, {})}
         return found

@@ -570,11 +570,11 @@ class QuantizationMixin(Modifier):
             values_RC: what replaces its weight at once, rounded; the weight itself is rounded at
                 the end if ``None``.
         """
-        name, weight_RC = self._names[module], weight_of(module).detach()
+        name = self._names[module]
         if not is_finite(parameters.scale):
             raise NonFiniteError(f"The scales found for {name} are not finite.")
         self._parameters[module] = parameters
-        self._roundings[name] = parameters.rounding(weight_RC, values_RC)
+        self._roundings[name] = parameters.rounding(weight_of(module).detach(), values_RC)
         if values_RC is not None:
             replace_weight(module, parameters.round(values_RC))
             self._rounded.add(module)
