@@ -2,6 +2,7 @@
 """Time and peak memory of another checkout of this project beside this one.
 
     benchmarks/before_after.py CHECKOUT [--reference-python PYTHON] [--repeat 5]
+    benchmarks/before_after.py --no-report  # beside runs that write no report.html
 
 Each run is a process of its own; the tools take turns, so that what else happens on the machine
 meets all of them.  Times are the least of ``--repeat`` runs, peaks the highest.  A model comes
@@ -33,6 +34,7 @@ JOBS = {
         True,
     ),
 }
+WITHOUT = "without report.html"
 FIGURES = ("oneshot", "save", "process", "peak")
 
 
@@ -69,6 +71,7 @@ def run_apart(python: str, source: Path | None, job: dict) -> dict[str, float]:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
+    environment["LLM_COMPRESSOR_REPORT"] = "1" if job["report"] else "0"
     if source is not None:
         environment["PYTHONPATH"] = str(source / "src")
     started = time.perf_counter()
@@ -99,16 +102,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkout", type=Path, nargs="?", help="the other checkout")
     parser.add_argument("--reference-python", help="interpreter with the reference installed")
+    parser.add_argument("--no-report", action="store_true", help="beside runs without a page")
     parser.add_argument("--models", nargs="+", choices=list(SIZES), default=["32M"])
     parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/before_after.md")
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.job:
         print(json.dumps(run(json.loads(given.job))))
         return
-    tools = {"this": (sys.executable, ROOT), "before": (sys.executable, given.checkout.resolve())}
+    tools = {"this": (sys.executable, ROOT)}
+    if given.no_report:
+        tools[WITHOUT] = (sys.executable, ROOT)
+    if given.checkout:
+        tools["before"] = (sys.executable, given.checkout.resolve())
     if given.reference_python:
         tools["reference"] = (given.reference_python, None)
     rows = []
@@ -120,7 +128,8 @@ def main() -> None:
                 found: dict[str, dict[str, float]] = {}
                 for _ in range(given.repeat):
                     for tool, (python, source) in tools.items():
-                        one = run_apart(python, source, job | {"in_memory": in_memory})
+                        own = {"in_memory": in_memory, "report": tool != WITHOUT}
+                        one = run_apart(python, source, job | own)
                         best = found.setdefault(tool, one)
                         for figure, value in one.items():
                             pick = max if figure == "peak" else min
@@ -133,7 +142,9 @@ def main() -> None:
         "Written by `benchmarks/before_after.py`. In brackets: this, divided by it.",
         table(("recipe", "model", "tool", "`oneshot`", "save", "process", "peak"), rows),
     ]
-    publish("Before and after", "\n\n".join(body), given.output)
+    name = "report_cost" if given.no_report else "before_after"
+    place = given.output or ROOT / "benchmarks" / "results" / f"{name}.md"
+    publish(name.replace("_", " ").capitalize(), "\n\n".join(body), place)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcompressor.errors import CheckpointError
-from llmcompressor.verification.files import Files, open_checkpoint
+from llmcompressor.verification.files import OF_EXPERT, Files, open_checkpoint
 from llmcompressor.verification.rules.view import View
 
 REPORT_FILE = "compression_report.json"
@@ -187,16 +187,12 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _matrices(report: Mapping[str, Any], schemes: Mapping[str, str]) -> dict[str, Matrix]:
-    stored_as = report.get("stored_as")
-    names = stored_as if isinstance(stored_as, Mapping) else {}
     records: dict[str, Mapping[str, Any]] = {}
-    modifiers = report.get("modifiers")
-    for found in modifiers.values() if isinstance(modifiers, Mapping) else ():
-        for module, record in found.items() if isinstance(found, Mapping) else ():
-            if isinstance(record, Mapping) and "weight_error" in record:
-                stored = names.get(module, module)
-                for name in [stored] if isinstance(stored, str) else stored:
-                    records[str(name)] = record
+    for found in (report.get("modifiers") or {}).values():
+        for module, record in found.items():
+            if "weight_error" in record:
+                names = _stored_names(module, report.get("stored_as") or {})
+                records.update(dict.fromkeys(names, record))
     found = {}
     for module in sorted(schemes, key=_natural):
         record = records.get(module, {})
@@ -208,6 +204,21 @@ def _matrices(report: Mapping[str, Any], schemes: Mapping[str, str]) -> dict[str
             _three(scales),
         )
     return found
+
+
+def _stored_names(module: str, stored_as: Mapping[str, list[str]]) -> list[str]:
+    """Return what the files call a module, by the names of all experts for one of them.
+
+    >>> _stored_names("h.0.mlp.experts.3.w1", {"h.0.mlp.experts": ["h.0.moe.experts"]})
+    ['h.0.moe.experts.3.w1']
+    """
+    if module in stored_as:
+        return stored_as[module]
+    expert = OF_EXPERT.match(module)
+    if expert is None or expert["experts"] not in stored_as:
+        return [module]
+    rest = module.removeprefix(expert["experts"])
+    return [f"{name}{rest}" for name in stored_as[expert["experts"]]]
 
 
 def _three(given: Any) -> tuple[float, float, float] | None:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from llmcompressor.errors import CompressorError
+from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
 from llmcompressor.reporting.cards import depth_chart, size_card
 from llmcompressor.reporting.charts import Dot, bars, over_depth
@@ -44,8 +44,8 @@ def write_run_page(folder: Path, source: Path | None) -> None:
     try:
         data = {"name": _name_of(folder), **_as_data(run_record()), "before": _before(source)}
         text = page_of(folder, data)
-    except (CompressorError, OSError, ValueError) as error:
-        logger.warning(f"No {PAGE_FILE} was written: {error}")
+    except Exception as error:  # of any kind: it must not discard the written files
+        logger.error(f"No {PAGE_FILE} could be made: {error!r:.500}")
         return
     (folder / PAGE_FILE).write_text(text, encoding="utf-8")
 
@@ -56,8 +56,8 @@ def show_evaluation(folder: Path, found: Mapping[str, Any]) -> None:
         return
     try:
         write_page(folder, evaluation=found)
-    except (CompressorError, OSError, ValueError) as error:
-        logger.warning(f"The {PAGE_FILE} of {folder} does not show the evaluation: {error}")
+    except Exception as error:  # of any kind: it must not discard the figures
+        logger.error(f"The {PAGE_FILE} of {folder} does not show the evaluation: {error!r:.500}")
 
 
 def write_page(
@@ -97,9 +97,10 @@ def _is_wanted() -> bool:
 
 def _before(source: Path | None) -> dict[str, Any]:
     """Return the kinds of layers of the model that a checkpoint was made of, as plain data."""
-    if source is None:
+    try:
+        return {} if source is None else contents_of(source).sizes
+    except CheckpointError:  # its weights are not safetensors, or it is gone
         return {}
-    return contents_of(source).sizes
 
 
 def _name_of(folder: Path) -> str:
@@ -227,36 +228,30 @@ def _median_scale(one: Matrix) -> float | None:
     return None if one.scales is None else one.scales[1]
 
 
-def _experts(counts: Mapping[str, Any]) -> list[Card]:
-    """Show the calibration tokens of experts: module of a mixture → tokens of each expert."""
-    rows, least, largest = [], [], []
-    for module, found in counts.items():
-        tokens = _tokens(found)
+def _experts(records: Mapping[str, Any]) -> list[Card]:
+    """Show the calibration tokens of experts: module of a mixture → ``tokens``, ``starved``."""
+    rows, least, most = [], [], []
+    for module, record in records.items():
+        tokens, starved = record.get("tokens") or [], record.get("starved") or {}
         if not tokens:
             continue
         depth = depth_of(module) or 0
         least.append(Dot(depth, min(tokens), f"{module}, the least"))
-        largest.append(Dot(depth, max(tokens), f"{module}, the most"))
-        starved = sum(1 for one in tokens if one == 0)
-        rows.append((module, len(tokens), min(tokens), max(tokens), starved))
+        most.append(Dot(depth, max(tokens), f"{module}, the most"))
+        rows.append((module, len(tokens), min(tokens), max(tokens), len(starved)))
     if not rows:
         return []
     return [
         Card(
             "experts",
             "Tokens of experts",
-            charts=[over_depth({"least": least, "most": largest}, "calibration tokens")],
-            head=("mixture", "experts", "least", "most", "without any"),
+            charts=[over_depth({"least": least, "most": most}, "calibration tokens")],
+            head=("mixture", "experts", "least", "most", "starved"),
             rows=rows,
             numbers=(1, 2, 3, 4),
+            note="An expert is starved if it got too few tokens for statistics of its own.",
         )
     ]
-
-
-def _tokens(found: Any) -> list[float]:
-    values = found.values() if isinstance(found, Mapping) else found
-    values = values if isinstance(values, Iterable) and not isinstance(values, str) else []
-    return [one for one in values if isinstance(one, int | float)]
 
 
 def _evaluation(found: Mapping[str, Any] | None) -> list[Card]:

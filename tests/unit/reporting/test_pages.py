@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import mixtures
 
 from llmcompressor import compare, evaluate, model_free_ptq, oneshot, report
 from llmcompressor.errors import ArgumentError, CheckpointError
@@ -125,6 +126,44 @@ def test_an_evaluation_is_shown_with_the_worst_passages(copied: Path, pico: Path
     assert f"{found.perplexity:.5g}" in shown
     assert any(found.worst[0].text[:40] in cell for cell in shown)
     assert data_of(copied / "report.html")["phases"]  # the run's figures stay
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_mixture_shows_the_tokens_and_errors_of_its_experts(family: str, tmp_path: Path) -> None:
+    mixtures.saved(family, tmp_path / "model")
+    oneshot(
+        model=tmp_path / "model",
+        recipe=GPTQModifier(targets="Linear", scheme="W8A16", ignore=["lm_head", "re:.*gate$"]),
+        dataset=mixtures.rows(4),
+        output_dir=tmp_path / "out",
+    )
+    told = json.loads((tmp_path / "out" / "compression_report.json").read_text())["experts"]
+    shown = cells(tmp_path / "out" / "report.html")
+    for module, record in told.items():
+        place = shown.index(module)
+        tokens = record["tokens"]
+        assert shown[place + 1 : place + 4] == [str(f(tokens)) for f in (len, min, max)]
+    found = contents_of(tmp_path / "out")
+    exact = {
+        one.module: one.relative
+        for one in verify_files(tmp_path / "out", tmp_path / "model").errors
+    }
+    assert found.matrices.keys() == exact.keys()
+    for module, one in found.matrices.items():
+        assert one.error == pytest.approx(exact[module], rel=0.15)
+
+
+def test_a_page_that_fails_costs_no_checkpoint(
+    pico: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def fail(*_: Any) -> str:
+        raise KeyError("a fault of the page")
+
+    monkeypatch.setattr("llmcompressor.reporting.report.page_of", fail)
+    recipe = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
+    oneshot(model=pico, recipe=recipe, output_dir=tmp_path / "out")
+    assert verify_files(tmp_path / "out", pico).ok
+    assert not (tmp_path / "out" / "report.html").exists()
 
 
 def test_no_page_if_not_wanted(pico: Path, tmp_path: Path) -> None:
