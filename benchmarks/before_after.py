@@ -98,6 +98,18 @@ def lines(name: str, where: str, found: dict[str, dict[str, float]]) -> list[lis
     return made
 
 
+def compared(given: argparse.Namespace) -> dict[str, tuple[str, Path | None]]:
+    """The tools: name → interpreter, and the checkout that it finds the package in."""
+    tools: dict[str, tuple[str, Path | None]] = {"this": (sys.executable, ROOT)}
+    if given.no_report:
+        tools[WITHOUT] = tools["this"]
+    if given.checkout:
+        tools["before"] = (sys.executable, given.checkout.resolve())
+    if given.reference_python:
+        tools["reference"] = (given.reference_python, None)
+    return tools
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkout", type=Path, nargs="?", help="the other checkout")
@@ -112,13 +124,7 @@ def main() -> None:
     if given.job:
         print(json.dumps(run(json.loads(given.job))))
         return
-    tools = {"this": (sys.executable, ROOT)}
-    if given.no_report:
-        tools[WITHOUT] = (sys.executable, ROOT)
-    if given.checkout:
-        tools["before"] = (sys.executable, given.checkout.resolve())
-    if given.reference_python:
-        tools["reference"] = (given.reference_python, None)
+    tools = compared(given)
     rows = []
     for size in (SIZES[name] for name in given.models):
         for name, (recipe, calibrated) in ((name, JOBS[name]) for name in given.jobs):
