@@ -55,7 +55,7 @@ class WeightRounding:
     """
 
     weight_error: float
-    scales: tuple[float, float, float]
+    scales: list[float]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class WeightParameters:
         least, greatest = scale.aminmax()
         return WeightRounding(
             error / norm if norm > 0 else 0.0,
-            (float(least), float(scale.median()), float(greatest)),
+            [float(least), float(scale.median()), float(greatest)],
         )
 
     def columns(self, rows: int, columns: int) -> ColumnScales:
