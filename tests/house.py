@@ -46,7 +46,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 # raise the ceilings of lines by that, and its message says so: refactoring may not.
 CEILINGS: dict[str, tuple[float, float]] = {
     "lines of src": (82_000, 64_000),
-    "files of src": (308, 300),
+    "files of src": (309, 300),
     "members to override": (25, 25),
     "fields of State": (14, 14),
     "folders in a cycle": (0, 0),
