@@ -255,6 +255,7 @@ def test_gradient_checkpointing_changes_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own look, while it compiles
 def test_a_compiled_student(session: CompressionSession) -> None:
     student, teacher = tiny.llama(), teacher_model()
     begin(session, student, teacher, **MIDDLE)
