@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures that README.md gives are those that the benchmarks stored."""
+"""The figures that pages give are those that the benchmarks stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from statistics import fmean
 
 import pytest
 
+from llmcompressor.verification.catalogue import RULES
+
 ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "measured.md").read_text()
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -48,7 +51,7 @@ LOSS = {
 
 def _cells(label: str) -> list[list[str]]:
     """The figures of each cell of the line that begins with the label."""
-    (line,) = re.findall(rf"^\| {re.escape(label)} \|(.+)\|$", README, re.MULTILINE)
+    (line,) = re.findall(rf"^\| {re.escape(label)} \|(.+)\|$", PAGE, re.MULTILINE)
     return [re.findall(r"\d+\.\d+", cell) for cell in line.split("|")]
 
 
@@ -78,3 +81,24 @@ def test_losses_are_those_of_the_page(label: str) -> None:
     ours, reference = _cells(label)
     assert ours == [above(*place) for place in LOSS[label]]
     assert reference == list(dict.fromkeys(of_reference(*place) for place in LOSS[label]))
+
+
+def _reason(name: str) -> list[list[str]]:
+    """The figures of a reason, ours and the reference's."""
+    (line,) = re.findall(rf"^\| \*\*{name}\.\*\* [^|]*\|(.+)\|$", README, re.MULTILINE)
+    return [re.findall(r"\d+(?:\.\d+)?", cell) for cell in line.split("|")]
+
+
+def test_reasons_are_those_of_the_pages() -> None:
+    runs = json.loads((RESULTS / "compare.json").read_text())
+    cases = ("32M/GPTQ W4A16", "one forward"), ("32M/AWQ W4A16_ASYM", "as it comes")
+    ours = [f"{runs[f'{case}/{tool}']['oneshot_seconds']:.1f}" for case, tool in cases]
+    theirs = [f"{runs[f'{case}/reference']['oneshot_seconds']:.1f}" for case, _ in cases]
+    assert _reason("Time") == [ours, theirs]
+    losses = ("GPTQ, 4 bits, groups of 128: as it comes, with one forward", "SparseGPT, 2:4")
+    cells = [_cells(label) for label in losses]
+    assert _reason("Quality") == [[one[side][0] for one in cells] for side in (0, 1)]
+    large = json.loads((RESULTS / "compare-386M.json").read_text())
+    peaks = [large[f"386M/GPTQ W4A16/{tool}"]["peak_mib"] for tool in ("as it comes", "reference")]
+    assert _reason("Checked")[0][0] == str(len(RULES))
+    assert _reason("Memory") == [[f"{peak:.0f}"] for peak in peaks]

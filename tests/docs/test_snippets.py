@@ -219,7 +219,7 @@ def test_floors_are_those_that_the_imports_are_held_to() -> None:
 
 
 def test_presets_are_those_of_the_code() -> None:
-    rows = table_rows(ROOT / "README.md", "## Preset schemes")
+    rows = table_rows(DOCS / "schemes.md", "# Preset schemes")
     told = {name: row[-1] for row in rows for name in re.split(r",\s*", row[0])}
     known = {name: form for name, form in told.items() if name in PRESETS}
     assert known == {name: format_of(preset_scheme(name)) for name in PRESETS}
