@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 # Which tests run; `make test TESTS=` runs all: also those that take long, and more cases of some.
 TESTS  ?= not slow
 
-.PHONY: demo test lint types unit clean
+.PHONY: demo test lint types unit docs clean
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -23,8 +23,8 @@ demo: $(STAMP)
 test: lint types unit
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks docs
+	$(BIN)/ruff format --check src tests benchmarks docs
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -34,5 +34,14 @@ unit: export PYTHONDONTWRITEBYTECODE :=
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n logical --dist worksteal -m "$(TESTS)"
 
+# The same environment: the pages of commands and of recipe fields are made by importing the package.
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]' -c $(CONSTRAINTS)
+	touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "Open site/index.html; for the search: $(BIN)/python -m http.server --directory site"
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist site

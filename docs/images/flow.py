@@ -26,9 +26,7 @@ def box(place: int) -> str:
     ]
     for number, line in enumerate(lines):
         y = TOP + 58 + 19 * number
-        parts.append(
-            f'<text x="{middle}" y="{y}" font-size="14" fill="#334">{escape(line)}</text>'
-        )
+        parts.append(f'<text x="{middle}" y="{y}" font-size="14" fill="#334">{escape(line)}</text>')
     if place + 1 < len(STEPS):
         left, y = x + WIDTH, TOP + HEIGHT / 2
         parts.append(

@@ -177,7 +177,9 @@ def test_links_lead_to_files(name: str) -> None:
         assert (page.parent / target).exists(), f"{name}: {target}"
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "sequential.md", "moe.md", "verify.md"])
+@pytest.mark.parametrize(
+    "page", ["architecture.md", "sequential.md", "moe.md", "streaming.md", "verify.md"]
+)
 def test_files_named_in_a_page_exist(page: str) -> None:
     named = re.findall(r"`([\w/]+/\w+\.py)`", (DOCS / page).read_text(encoding="utf-8"))
     roots = [ROOT, ROOT / "src", ROOT / "src" / "llmcompressor"]
@@ -316,7 +318,8 @@ def test_arguments_named_in_the_data_page_exist() -> None:
 
 
 def test_arguments_without_effect_are_read_nowhere() -> None:
-    section = (DOCS / "data.md").read_text(encoding="utf-8").split("## Accepted without effect")[1]
+    page = (DOCS / "data_details.md").read_text(encoding="utf-8")
+    section = page.split("## Accepted without effect")[1]
     told = re.findall(r"`(\w+)`", section.split("##")[0])
     sources = [path for path in (ROOT / "src").rglob("*.py") if path.parent.name != "args"]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)

@@ -9,7 +9,7 @@ from tests.unit.verification.test_files import DAMAGES
 
 from llmcompressor.verification.catalogue import NOT_CHECKED, RULES, markdown
 
-PAGE = ROOT / "docs" / "verify.md"
+PAGE = ROOT / "docs" / "verify_rules.md"
 # The numbers of the specification of servers.
 SPECIFIED = {
     *(f"S{number}" for number in range(1, 78)),
