@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from llmcompressor.args.dataset_arguments import DatasetArguments
 from llmcompressor.args.model_arguments import ModelArguments, RecipeArguments
 from llmcompressor.errors import ArgumentError, did_you_mean
+from llmcompressor.runtime.durable import errors_with_files
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -210,7 +211,10 @@ def _unknown(name: str, known: Iterable[str]) -> ArgumentError:
 
 
 def told_by_name(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Decorate an entrypoint: a wrong argument is an :class:`ArgumentError` with a suggestion."""
+    """Decorate an entrypoint: a wrong argument is an :class:`ArgumentError` with a suggestion.
+
+    Errors of the file system name a file.
+    """
     signature = inspect.signature(function)
     takes_more = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
 
@@ -223,7 +227,8 @@ def told_by_name(function: Callable[_Given, _Result]) -> Callable[_Given, _Resul
         except TypeError as error:
             said = f"{function.__name__}() does not take these arguments: {error}."
             raise ArgumentError(said, f"It is {function.__name__}{_briefly(signature)}.") from None
-        return function(*args, **kwargs)
+        with errors_with_files():
+            return function(*args, **kwargs)
 
     return call
 

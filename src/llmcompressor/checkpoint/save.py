@@ -87,6 +87,7 @@ from llmcompressor.modeling.sharded import (
     has_partitioned_parameters,
     was_loaded_sharded,
 )
+from llmcompressor.runtime.durable import errors_with_files
 from llmcompressor.runtime.memory import malloc_trim
 from llmcompressor.runtime.processes import skip_write, write_once
 from llmcompressor.runtime.progress import join_names
@@ -222,6 +223,7 @@ def _save_submodel(part: PreTrainedModel, name: str, *args: Any, **kwargs: Any) 
     type(part).save_pretrained(part, *args, **kwargs)
 
 
+@errors_with_files()
 def _save_pretrained(
     model: PreTrainedModel,
     save_directory: str | os.PathLike[str],

@@ -16,6 +16,7 @@ from types import FrameType
 import typer
 
 from llmcompressor.errors import CompressorError
+from llmcompressor.runtime.durable import errors_with_files
 
 UNFORESEEN = 1
 CANNOT_BE_USED = 2
@@ -39,7 +40,7 @@ def report_errors(*, debug: bool, resumable: bool = False) -> Iterator[None]:
         resumable: the same command resumes an interrupted run.
     """
     try:
-        with _raise_on_sigterm():
+        with _raise_on_sigterm(), errors_with_files():
             yield
     except (typer.Exit, typer.BadParameter):
         raise

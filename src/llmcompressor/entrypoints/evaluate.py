@@ -23,6 +23,7 @@ from llmcompressor.checkpoint.load import (
     parse_precision,
 )
 from llmcompressor.checkpoint.source import is_hub_id
+from llmcompressor.datasets.text import NoTokenizerError
 from llmcompressor.entrypoints.arguments import position_limit, vocab_size_of
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import ArgumentError, CheckpointError, CompressorError, DatasetError
@@ -105,15 +106,18 @@ def evaluate(
         model = _load(checkpoint, trust_remote_code_model, dtype)
         original = None if reference is None else _load(reference, trust_remote_code_model, dtype)
         length = _window_length(max_seq_length, [model, *([] if original is None else [original])])
-        tokenizer = _tokenizer(tokenizer, checkpoint, reference, trust_remote_code_model)
-        documents = tokenized_documents(
-            dataset,
-            tokenizer,
-            text_column=text_column,
-            config_name=dataset_config_name,
-            split=split,
-        )
-        windows = sample_windows(cut_windows(documents, length), num_samples, seed)
+        tokenizer, why = _tokenizer(tokenizer, checkpoint, reference, trust_remote_code_model)
+        try:
+            documents = tokenized_documents(
+                dataset,
+                tokenizer,
+                text_column=text_column,
+                config_name=dataset_config_name,
+                split=split,
+            )
+            windows = sample_windows(cut_windows(documents, length), num_samples, seed)
+        except NoTokenizerError as error:
+            raise DatasetError(f"{error.problem} {why}".strip(), error.remedy) from error
         _check_windows(windows, model)
         with _explain_failures(checkpoint, reference, dtype=dtype):
             found = measure(model, windows, reference=original, batch_size=batch_size)
@@ -217,27 +221,30 @@ def _tokenizer(
     reference: str | Path | PreTrainedModel | None,
     trust_remote_code: bool,
 ) -> Any:
-    """Return the given tokenizer, or load the first one found; ``None`` if there is none."""
+    """Return the given tokenizer, or load the first one found; or ``None``, and why."""
     if given is not None and not isinstance(given, str | Path):
         if not callable(given):
             raise ArgumentError(
                 f"The argument 'tokenizer' is a {type(given).__name__}.",
                 "Give a tokenizer, a folder with tokenizer files, or the name of a model.",
             )
-        return given
+        return given, ""
+    reason = ""
     for source in (checkpoint, reference) if given is None else (given,):
         place = source.config.name_or_path if isinstance(source, Module) else source
         if not place:
             continue
         try:
-            return AutoTokenizer.from_pretrained(str(place), trust_remote_code=trust_remote_code)
+            found = AutoTokenizer.from_pretrained(str(place), trust_remote_code=trust_remote_code)
+            return found, ""
         except Exception as error:  # tokenizers may be anybody's code, of files that are damaged
             if given is not None:
                 raise CheckpointError(
                     f"transformers cannot load a tokenizer from {given}: {error}",
                     "Give a folder with tokenizer files, or the name of a model.",
                 ) from error
-    return None
+            reason = reason or f"That of {place} cannot be loaded: {' '.join(str(error).split())}"
+    return None, reason
 
 
 def _window_length(asked: int | None, models: Sequence[PreTrainedModel]) -> int:

@@ -16,7 +16,12 @@ from llmcompressor.datasets import Source, open_source
 from llmcompressor.datasets.files import KINDS, kind_of
 from llmcompressor.datasets.rows import Rows
 from llmcompressor.datasets.samples import errors_naming, from_tokenized
-from llmcompressor.datasets.text import ChatRenderer, RowPreparer, refuse_broken_chat
+from llmcompressor.datasets.text import (
+    ChatRenderer,
+    NoTokenizerError,
+    RowPreparer,
+    refuse_broken_chat,
+)
 from llmcompressor.datasets.tokenize import automatic_bos, tokenizer_of
 from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
 from llmcompressor.evaluation.stdlib_text import held_out_texts
@@ -198,7 +203,7 @@ def _tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterato
             pairs = zip(sample["input_ids"], sample["attention_mask"], strict=True)
             yield [token for token, real in pairs if real]
         elif tokenizer is None:
-            raise DatasetError(
+            raise NoTokenizerError(
                 "The data holds text, and the model came without its tokenizer.",
                 "Pass `tokenizer`, or rows with `input_ids`.",
             )

@@ -10,8 +10,11 @@ old file is there or the new one, whole. A change that has returned is kept.
 from __future__ import annotations
 
 import errno
+import io
 import os
+import re
 import shutil
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -19,6 +22,10 @@ from pathlib import Path
 
 import xxhash
 
+from llmcompressor.errors import CompressorError
+
+_OF_DESCRIPTORS = re.compile(r"_?(?:fd|fileno|handle|descriptor|\w+_fd)")
+_OF_RUST = re.compile(r"\(os error (\d+)\)$")
 _UNSYNCED_FOLDERS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 """Errors of file systems that keep names by themselves and sync no folder."""
 
@@ -32,6 +39,55 @@ def errors_naming(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.errno is not None and error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+@contextmanager
+def errors_with_files() -> Iterator[None]:
+    """Give errors of the file system the name of a file, whoever raises them inside.
+
+    A call that has only the number of an open file cannot name it. But a function on the way to
+    that call holds the file or its path. Errors that code in Rust tells by their number, such as
+    those of safetensors and tokenizers, become OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = _file_in(error)
+        raise
+    except CompressorError:
+        raise
+    except Exception as error:
+        number = _OF_RUST.search(str(error))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), _file_in(error)) from error
+
+
+def _file_in(error: BaseException) -> str | None:
+    """Return the file that the innermost function of an error's traceback holds."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        held = [_file_of(name, value) for name, value in frame.f_locals.items()]
+        found = [one for one in held if one is not None]
+        if found:  # of paths the longest: a file rather than its folder
+            return min(found, key=lambda one: (one[0], -len(one[1])))[1]
+    return None
+
+
+def _file_of(name: str, value: object) -> tuple[int, str] | None:
+    """Return the path of what a variable holds, and how sure it is: 0 of an open file."""
+    number = getattr(value, "name", None) if isinstance(value, io.IOBase) else value
+    if isinstance(number, int) and (number is not value or _OF_DESCRIPTORS.fullmatch(name)):
+        link = f"/proc/self/fd/{number}"
+        place = os.readlink(link) if os.path.islink(link) else ""
+        return (0, place) if place.startswith("/") else None
+    if isinstance(number, str) and number is not value:
+        return 0, number
+    if isinstance(value, os.PathLike):
+        return 1, os.fspath(value)
+    return (2, value) if isinstance(value, str) and os.path.isabs(value) else None
 
 
 def sync(path: Path) -> None:

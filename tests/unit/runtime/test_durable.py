@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 from tests.support.power_cuts import State, power_cuts
 
+from llmcompressor.errors import RecipeError
 from llmcompressor.runtime import durable
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files")
@@ -69,3 +72,49 @@ def test_errors_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError, match=r"record\.new"):
         durable.replace(tmp_path / "record", b"x")
+
+
+def test_errors_name_the_file_that_is_nearest(tmp_path: Path) -> None:
+    file, folder = tmp_path / "file", tmp_path
+    file.write_text("text")
+    mine = OSError(errno.EIO, "mine")
+
+    def with_path(path: Path) -> None:
+        raise mine
+
+    def with_file(path: Path) -> None:
+        with file.open() as opened:
+            assert opened
+            raise mine
+
+    def with_number(path: Path) -> None:
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            raise mine
+        finally:
+            os.close(fd) if path == file else None
+
+    for function, given, wanted in (
+        (with_path, folder, folder),
+        (with_file, folder, file),
+        (with_number, file, file),
+    ):
+        mine = OSError(errno.EIO, "mine")
+        with pytest.raises(OSError, match="mine") as caught, durable.errors_with_files():
+            function(given)
+        assert caught.value.filename == str(wanted)
+
+
+def test_errors_of_rust_get_their_number_and_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+
+    def failing(path: Path, error: Exception) -> None:
+        raise error
+
+    for error in (SafetensorError("I/O error: full (os error 28)"), Exception("x (os error 28)")):
+        with pytest.raises(OSError, match="weights") as caught, durable.errors_with_files():
+            failing(file, error)
+        assert caught.value.errno == errno.ENOSPC
+    for kept in (RecipeError("x (os error 28)"), ValueError("os error"), OSError("no number")):
+        with pytest.raises(type(kept), match=re.escape(str(kept))), durable.errors_with_files():
+            raise kept
