@@ -24,7 +24,7 @@ import xxhash
 
 from llmcompressor.errors import CompressorError
 
-_OF_DESCRIPTORS = re.compile(r"_?(?:fd|fileno|handle|descriptor|\w+_fd)")
+_DESCRIPTOR = re.compile(r"_?(?:fd|fileno|handle|descriptor|\w+_fd)")
 _OF_RUST = re.compile(r"\(os error (\d+)\)$")
 _UNSYNCED_FOLDERS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 """Errors of file systems that keep names by themselves and sync no folder."""
@@ -66,28 +66,24 @@ def errors_with_files() -> Iterator[None]:
 
 
 def _file_in(error: BaseException) -> str | None:
-    """Return the file that the innermost function of an error's traceback holds."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        held = [_file_of(name, value) for name, value in frame.f_locals.items()]
-        found = [one for one in held if one is not None]
-        if found:  # of paths the longest: a file rather than its folder
+    """Return the file that the innermost function of an error's traceback holds.
+
+    Of what it holds an open file is surest, then a path. The longest is a file, not its folder.
+    """
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        found: list[tuple[int, str]] = []
+        for variable, value in frame.f_locals.items():
+            held = getattr(value, "name", None) if isinstance(value, io.IOBase) else value
+            if isinstance(held, int) and (held is not value or _DESCRIPTOR.fullmatch(variable)):
+                held = os.path.realpath(f"/proc/self/fd/{held}")
+                found += [(0, held)] if os.path.exists(held) else []
+            elif isinstance(held, str) and (held is not value or os.path.isabs(held)):
+                found.append((2 if held is value else 0, held))
+            elif isinstance(held, os.PathLike):
+                found.append((1, os.fspath(held)))
+        if found:
             return min(found, key=lambda one: (one[0], -len(one[1])))[1]
     return None
-
-
-def _file_of(name: str, value: object) -> tuple[int, str] | None:
-    """Return the path of what a variable holds, and how sure it is: 0 of an open file."""
-    number = getattr(value, "name", None) if isinstance(value, io.IOBase) else value
-    if isinstance(number, int) and (number is not value or _OF_DESCRIPTORS.fullmatch(name)):
-        link = f"/proc/self/fd/{number}"
-        place = os.readlink(link) if os.path.islink(link) else ""
-        return (0, place) if place.startswith("/") else None
-    if isinstance(number, str) and number is not value:
-        return 0, number
-    if isinstance(value, os.PathLike):
-        return 1, os.fspath(value)
-    return (2, value) if isinstance(value, str) and os.path.isabs(value) else None
 
 
 def sync(path: Path) -> None:
