@@ -127,7 +127,12 @@ PUBLIC = {
     ],
     "llmcompressor.modeling.qwen3_5_moe": ["CalibrationQwen3_5MoeSparseMoeBlock"],
     "llmcompressor.modeling.qwen3_moe": ["CalibrationQwen3MoeSparseMoeBlock"],
-    "llmcompressor.modifiers": ["Modifier", "ModifierFactory", "ModifierInterface"],
+    "llmcompressor.modifiers": [
+        "Modifier",
+        "ModifierFactory",
+        "ModifierInterface",
+        "StageModifiers",
+    ],
     "llmcompressor.modifiers.autoround": ["AutoRoundModifier", "fix_batch_if_needed"],
     "llmcompressor.modifiers.awq": ["AWQMapping", "AWQModifier", "AWQ_MAPPING_REGISTRY"],
     "llmcompressor.modifiers.awq.dynamic_mappings": [
@@ -275,7 +280,13 @@ PUBLIC = {
     ],
     "llmcompressor.pytorch.utils.helpers": ["tensor_sparsity", "tensors_to_device"],
     "llmcompressor.pytorch.utils.sparsification": ["ModuleSparsificationInfo"],
-    "llmcompressor.recipe": ["Recipe", "RecipeArgsInput", "RecipeInput", "RecipeStageInput"],
+    "llmcompressor.recipe": [
+        "Recipe",
+        "RecipeArgsInput",
+        "RecipeContainer",
+        "RecipeInput",
+        "RecipeStageInput",
+    ],
     "llmcompressor.training": ["SessionManagerMixIn", "Trainer"],
     "llmcompressor.transformers": [
         "DataTrainingArguments",

@@ -115,6 +115,8 @@ modifiers.quantization.quantization.base
     from llmcompressor.modifiers.quantization import QuantizationModifier
 modifiers.quantization.quantization.mixin
     from llmcompressor.modifiers.quantization import QuantizationMixin
+modifiers.stage
+    from llmcompressor.modifiers import StageModifiers
 modifiers.smoothquant.utils, modifiers.transform.smoothquant.utils
     from llmcompressor.modifiers.smoothquant.base import DEFAULT_SMOOTHQUANT_MAPPINGS, MAPPINGS_REGISTRY
     from llmcompressor.modifiers.smoothquant.base import LayerMap, get_layer_mappings_from_architecture

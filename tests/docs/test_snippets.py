@@ -162,6 +162,27 @@ def run_commands(text: str) -> None:
         assert not end.value.code, command
 
 
+def _imports(code: str) -> list[str]:
+    """Statements of a text that import of this package, also where the rest is no Python."""
+    found = re.findall(
+        r"^[ \t>.$]*((?:from|import) llmcompressor[\w.]*(?: import (?:\([^)]*\)|[^\n]*))?)",
+        code,
+        re.M,
+    )
+    return [" ".join(one.split("#")[0].split()) for one in found]
+
+
+@pytest.mark.parametrize("name", ["docstrings", *PAGE_NAMES])
+def test_import_lines_of_every_snippet_work(name: str) -> None:
+    if name == "docstrings":
+        texts = [text for file in house.contents().values() for _, text in file.docstrings]
+    else:
+        texts = [block.text for block in blocks(ROOT / name)]
+        texts += re.findall(r"`((?:from|import) llmcompressor[^`]*)`", (ROOT / name).read_text())
+    for line in dict.fromkeys(line for text in texts for line in _imports(text)):
+        exec(line, {})
+
+
 @pytest.mark.parametrize("name", PAGE_NAMES)
 def test_every_block_says_whether_it_runs(name: str) -> None:
     for block in blocks(ROOT / name):

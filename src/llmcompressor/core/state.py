@@ -47,6 +47,38 @@ class Data:
     calib: Any = None
 
 
+class Device(str):
+    """A device that compares equal to its name as well, with or without a number.
+
+    ``"cuda:0"`` is ``torch.device("cuda:0")``, ``"cuda:0"`` and ``"cuda"``; torch takes it wherever
+    it takes the name of a device.
+    """
+
+    @property
+    def type(self) -> str:
+        """The kind of device, such as ``"cuda"``."""
+        return str(self).partition(":")[0]
+
+    @property
+    def index(self) -> int | None:  # type: ignore[override]  # as that of a torch.device
+        """Its number; ``None`` without one."""
+        number = str(self).partition(":")[2]
+        return int(number) if number else None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, str) and type(other).__name__ != "device":
+            return NotImplemented
+        theirs, _, number = str(other).partition(":")
+        kind, _, mine = str(self).partition(":")
+        return theirs == kind and (not number or not mine or number == mine)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.type)
+
+
 @dataclass
 class Hardware:
     """The devices and processes of a run.
@@ -64,7 +96,7 @@ class Hardware:
             ``"replicated"`` when each process holds its own model.
     """
 
-    device: torch.device | None = None
+    device: Device | None = None
     devices: list[torch.device] | None = None
     rank: int | None = None
     world_size: int | None = None
@@ -82,7 +114,7 @@ class Hardware:
         up = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if up else (0, 1)
         return cls(
-            device=devices[0],
+            device=Device(devices[0]),
             devices=devices,
             rank=rank,
             world_size=world_size,
@@ -333,12 +365,12 @@ class State:
         return kwargs
 
 
-def _as_device(device: torch.device | str) -> torch.device:
+def _as_device(device: torch.device | str) -> Device:
     """Return a device, given by name or not."""
     import torch  # noqa: PLC0415
 
     try:
-        return torch.device(device)
+        return Device(torch.device(device))
     except (RuntimeError, TypeError) as error:
         raise InputError(
             f"The device {device!r} is none that torch knows.", 'Give a device such as "cuda:0".'

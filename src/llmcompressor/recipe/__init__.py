@@ -9,16 +9,24 @@ from llmcompressor.runtime.registry import lazy_exports
 
 if TYPE_CHECKING:
     from llmcompressor.recipe.arguments import RecipeArgs as RecipeArgsInput
-    from llmcompressor.recipe.recipe import Recipe, RecipeInput
+    from llmcompressor.recipe.recipe import Recipe, RecipeContainer, RecipeInput
     from llmcompressor.recipe.stages import Stage
 
     RecipeStageInput = str
 
-__all__ = ["Recipe", "RecipeArgsInput", "RecipeInput", "RecipeStageInput", "Stage"]
+__all__ = [
+    "Recipe",
+    "RecipeArgsInput",
+    "RecipeContainer",
+    "RecipeInput",
+    "RecipeStageInput",
+    "Stage",
+]
 
 _HOMES = {
     "Recipe": ".recipe",
     "RecipeArgsInput": "llmcompressor.recipe.arguments:RecipeArgs",
+    "RecipeContainer": ".recipe",
     "RecipeInput": ".recipe",
     "RecipeStageInput": "builtins:str",
     "Stage": ".stages",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,6 +19,7 @@ from llmcompressor.recipe.grammar import declared_names, parse_document
 from llmcompressor.recipe.stages import (
     DEFAULT_STAGE,
     Stage,
+    StageModifiers,
     check_order,
     check_required_later,
     concatenate_stages,
@@ -332,3 +333,81 @@ def renew_recipe(recipe: Recipe) -> Recipe:
         replace(stage, modifiers=tuple(map(renewed, stage.modifiers))) for stage in recipe.stages
     ]
     return Recipe(stages, args=recipe.args)
+
+
+# --------------------
+# Recipes as scripts for llm-compressor 0.5 know them.
+
+
+@dataclass
+class RecipeContainer:
+    """The recipes of a session, and what of them is applied.
+
+    Attributes:
+        compiled_recipe: all recipes as one; ``None`` before they are joined.
+        recipes: the recipes, in order.
+        applied_stages: names of stages that are done.
+    """
+
+    compiled_recipe: Recipe | None = None
+    recipes: list[Recipe] = field(default_factory=list)
+    applied_stages: list[str] = field(default_factory=list)
+
+    def update(
+        self,
+        recipe: RecipeInput = None,
+        recipe_stage: str | None = None,
+        recipe_args: RecipeArgs = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Put a recipe in place of all; with ``None`` they stay.
+
+        Returns:
+            The other arguments.
+
+        Raises:
+            RecipeError: the recipe cannot be used.
+        """
+        if recipe is not None:
+            self.recipes, self.applied_stages = [], []
+        return self.append(recipe, recipe_stage, recipe_args, **kwargs)
+
+    def append(
+        self,
+        recipe: RecipeInput = None,
+        recipe_stage: str | None = None,
+        recipe_args: RecipeArgs = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Add a recipe behind the others; as :meth:`update` else."""
+        if recipe is not None:
+            self.recipes.append(
+                Recipe.create_instance(recipe, target_stage=recipe_stage, recipe_args=recipe_args)
+            )
+            self.compiled_recipe = None
+        return kwargs
+
+    def check_compile_recipe(self) -> bool:
+        """Join the recipes if they are not joined yet; True if that was done."""
+        if self.compiled_recipe is not None or not self.recipes:
+            return False
+        self.compiled_recipe = Recipe.create_instance(self.recipes)
+        return True
+
+    def check_any_recipe_exists(self) -> bool:
+        """Return True if there is a recipe."""
+        return self.compiled_recipe is not None or bool(self.recipes)
+
+    def get_modifiers(self) -> list[StageModifiers]:
+        """The modifiers of each stage that is not applied yet, in order."""
+        self.check_compile_recipe()
+        stages = () if self.compiled_recipe is None else self.compiled_recipe.stages
+        return [
+            StageModifiers(list(stage.modifiers), index, stage.name)
+            for index, stage in enumerate(stages)
+            if stage.name not in self.applied_stages
+        ]
+
+    def update_applied_stages(self, new_stages: Iterable[str]) -> None:
+        """Note stages as applied."""
+        self.applied_stages += [one for one in new_stages if one not in self.applied_stages]

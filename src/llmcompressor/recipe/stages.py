@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, cast, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, cast, get_args
 
+from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, did_you_mean
 
 RunType: TypeAlias = Literal["oneshot", "train"]
@@ -163,3 +165,63 @@ def check_required_later(stages: Iterable[Stage]) -> None:
                 f"{type(modifier).__name__}, which only prepares weights for one.",
                 "Put a QuantizationModifier with your scheme behind it.",
             )
+
+
+# --------------------
+# Stages as scripts for llm-compressor 0.5 know them.
+
+
+@dataclass
+class StageModifiers:
+    """The modifiers of one stage, which can be called like one.
+
+    Attributes:
+        modifiers: in their order.
+        index: position of the stage in the recipe.
+        group: name of the stage.
+        applied: the stage is done.
+    """
+
+    modifiers: list[Modifier] = field(default_factory=list)
+    index: int | None = None
+    group: str | None = None
+    applied: bool = False
+
+    @property
+    def initialized(self) -> bool:
+        """Return True if all of them are initialized."""
+        return all(one.initialized for one in self.modifiers)
+
+    @property
+    def finalized(self) -> bool:
+        """Return True if all of them are finalized."""
+        return all(one.finalized for one in self.modifiers)
+
+    @property
+    def unique_id(self) -> str:
+        """The name and the position of the stage."""
+        return f"{self.group}_{self.index}"
+
+    def calculate_start(self) -> float:
+        """The earliest start of those that have one, else -1."""
+        return min((one.start for one in self.modifiers if one.start is not None), default=-1)
+
+    def calculate_end(self) -> float:
+        """The latest end of those that have one, else -1."""
+        return max((one.end for one in self.modifiers if one.end is not None), default=-1)
+
+    def initialize(self, state: State, **kwargs: Any) -> None:
+        """Initialize all of them, in order; errors as of :meth:`Modifier.initialize`."""
+        for one in self.modifiers:
+            one.initialize(state=state, **kwargs)
+
+    def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Send an event to all of them, in order."""
+        for one in self.modifiers:
+            one.update_event(state, event, **kwargs)
+
+    def finalize(self, state: State, **kwargs: Any) -> None:
+        """Finalize all of them, in order; then the stage is applied."""
+        for one in self.modifiers:
+            one.finalize(state=state, **kwargs)
+        self.applied = True

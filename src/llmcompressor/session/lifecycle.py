@@ -16,7 +16,8 @@ from llmcompressor.core.state import Hardware, State
 from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
 from llmcompressor.recipe.arguments import RecipeArgs
-from llmcompressor.recipe.recipe import Recipe, RecipeInput, renew_recipe
+from llmcompressor.recipe.recipe import Recipe, RecipeContainer, RecipeInput, renew_recipe
+from llmcompressor.recipe.stages import StageModifiers
 from llmcompressor.runtime.run_record import phase
 from llmcompressor.session.resuming import check_same_recipe, recipe_record
 
@@ -59,8 +60,26 @@ class CompressionLifecycle:
     _calibrates: bool = field(default=False, init=False, repr=False)
     # the caller's own settings of the hardware; the rest is detected with every update
     _places: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _container: RecipeContainer = field(default_factory=RecipeContainer, init=False, repr=False)
     # the source of the recipe, for the next stage of the same recipe
     _source: tuple[RecipeInput, RecipeArgs] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def recipe_container(self) -> RecipeContainer:
+        """The recipe as scripts for llm-compressor 0.5 know it."""
+        return self._container
+
+    @property
+    def modifiers(self) -> list[StageModifiers]:
+        """The modifiers, stage by stage."""
+        return [
+            StageModifiers(list(stage.modifiers), index, stage.name, applied=self.finalized)
+            for index, stage in enumerate(self.recipe.stages)
+        ]
+
+    def _counted(self) -> str:
+        count = len(list(self.recipe.modifiers))
+        return f"{count} modifier{'' if count == 1 else 's'}"
 
     def initialize(
         self,
@@ -97,8 +116,10 @@ class CompressionLifecycle:
         if self.initialized_:
             return []
         self._read_recipe(recipe, recipe_stage, recipe_args)
+        logger.debug("Initializing the compression lifecycle.")
         results = self._initialize_modifiers(unknown)
         self.initialized_ = True
+        logger.info(f"Compression lifecycle initialized for {self._counted()}.")
         return results
 
     def event(
@@ -121,6 +142,7 @@ class CompressionLifecycle:
         if global_step is not None:
             Event(global_step=global_step)  # raises for an invalid number of steps
         self._advance(event_type, global_step)
+        logger.debug(f"Handling event: {event_type.value}.")
         if event_type is EventType.BATCH_START or kwargs.get("batch_data") is not None:
             self.state.batch_data = kwargs.get("batch_data")
         if kwargs.get("loss") is not None:
@@ -151,6 +173,7 @@ class CompressionLifecycle:
             InputError: the lifecycle was not initialized, or was finalized before.
         """
         self._expect("finalize")
+        logger.debug("Finalizing the compression lifecycle.")
         for modifier in self._active():
             _warn_of_lost_calibration(modifier, began=self._calibrates)
         self._warn_of_lost_steps()
@@ -159,6 +182,8 @@ class CompressionLifecycle:
                 lambda each: None if each.finalized else each.finalize(state=self.state, **kwargs)
             )
         self.finalized = True
+        self._container.update_applied_stages(stage.name for stage in self.recipe.stages)
+        logger.info(f"Compression lifecycle finalized for {self._counted()}.")
         return results
 
     def reset(self) -> None:
@@ -166,6 +191,7 @@ class CompressionLifecycle:
 
         An error in one modifier is logged, and the others are finalized all the same.
         """
+        tell = logger.info if self.initialized_ else logger.debug
         for modifier in self._active():
             try:
                 modifier.finalize(state=self.state)
@@ -174,12 +200,13 @@ class CompressionLifecycle:
         for each in fields(self):
             fresh = each.default if each.default_factory is MISSING else each.default_factory()
             setattr(self, each.name, fresh)
+        tell("Compression lifecycle reset.")
 
     def reset_stage(self) -> None:
         """Prepare for another stage: reset everything but the state and the recipe."""
-        state, recipe, source = self.state, self.recipe, self._source
+        state, recipe, source, container = self.state, self.recipe, self._source, self._container
         self.reset()
-        self.state, self.recipe, self._source = state, recipe, source
+        self.state, self.recipe, self._source, self._container = state, recipe, source, container
         self.state.schedule.start = self.state.loss = self.state.batch_data = None
         self.state.schedule.resumes = False
 
@@ -238,6 +265,8 @@ class CompressionLifecycle:
 
     def _read_recipe(self, recipe: RecipeInput, stage: str | None, arguments: RecipeArgs) -> None:
         is_next_stage = recipe is None
+        if recipe is None and self._source is None and self._container.recipes:
+            recipe = self._container.recipes
         if recipe is None and self._source is not None:
             recipe, before = self._source
             arguments = before if arguments is None else arguments
@@ -253,6 +282,8 @@ class CompressionLifecycle:
         created = Recipe.create_instance(recipe, target_stage=stage, recipe_args=arguments)
         self.recipe = renew_recipe(created) if is_next_stage else created
         self._source = (recipe, arguments)
+        applied = self._container.applied_stages if is_next_stage else []
+        self._container = RecipeContainer(self.recipe, [self.recipe], applied)
 
     def _initialize_modifiers(self, given: Mapping[str, Any]) -> list[Any]:
         """Initialize each modifier on the structure that the ones before it will leave."""

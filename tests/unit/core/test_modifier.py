@@ -86,7 +86,8 @@ def test_an_empty_name_is_no_target(targets):
 
 
 def test_public_names():
-    assert modifiers.__all__ == ["Modifier", "ModifierFactory", "ModifierInterface"]
+    names = ["Modifier", "ModifierFactory", "ModifierInterface", "StageModifiers"]
+    assert modifiers.__all__ == names
     assert all(hasattr(modifiers, name) for name in modifiers.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Modifer'"):
         modifiers.Modifer  # noqa: B018

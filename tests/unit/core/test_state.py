@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import copy
+import operator
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -96,3 +99,33 @@ def test_hardware_of_a_process_group(monkeypatch, tmp_path):
     assert hardware.distributed_strategy == "replicated"
     assert (hardware.rank, hardware.world_size) == (0, 1)
     assert (hardware.local_rank, hardware.local_world_size) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "equal", "other"),
+    [
+        ("cpu", ["cpu"], ["cuda", "cuda:0", "meta"]),
+        ("cuda:0", ["cuda:0", "cuda"], ["cuda:1", "cpu", "xpu:0"]),
+        ("cuda", ["cuda", "cuda:0"], ["cpu"]),
+    ],
+)
+def test_a_device_equals_its_names_and_torch_takes_it(name, equal, other):
+    state = State()
+    state.update(device=torch.device(name))
+    device = state.hardware.device
+    for one in equal:
+        assert device == one
+        assert one == device
+        assert device == torch.device(one)
+        assert torch.device(one) == device
+        assert not operator.ne(device, one)
+    for one in other:
+        assert device != one
+        assert device != torch.device(one)
+    assert device in (*other, *equal)
+    assert device is not None
+    assert device != 0
+    assert (device.type, device.index) == (torch.device(name).type, torch.device(name).index)
+    assert torch.device(device) == torch.device(name) == torch.device(copy.deepcopy(device))
+    assert f"{device}" == str(device) == name
+    assert torch.zeros(2).to(State().hardware.detect().device).shape == (2,)

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from pydantic import PrivateAttr
 from torch import nn
 
-from llmcompressor.core import CompressionLifecycle, EventType, State
+from llmcompressor.core import CompressionLifecycle, Event, EventType, State
 from llmcompressor.errors import InputError, LifecycleError
-from llmcompressor.modifiers import Modifier
+from llmcompressor.logger import logger
+from llmcompressor.modifiers import Modifier, StageModifiers
+from llmcompressor.recipe import Recipe, Stage
 
 BATCH = [
     EventType.BATCH_START,
@@ -467,3 +469,71 @@ def test_modifiers_are_initialized_on_what_earlier_ones_leave(fails):
     assert list(model.named_children()) == before
     assert [hasattr(one, "mark") for one in model] == [True, True, False]
     assert [len(list(one.parameters())) for one in model] == [3, 1, 2]
+
+
+def test_recipe_and_stages_have_their_earlier_names():
+    lifecycle = CompressionLifecycle()
+    assert not lifecycle.recipe_container.check_any_recipe_exists()
+    assert lifecycle.modifiers == []
+    first, second, third = Recorder(), Recorder(start=1.0, end=3.0), Recorder(end=2.0)
+    recipe = Recipe([Stage("one", (first,)), Stage("two", (second, third))])
+    lifecycle.initialize(recipe=recipe, model=nn.Linear(2, 2))
+    assert lifecycle.recipe_container.compiled_recipe == recipe
+    assert [one.modifiers for one in lifecycle.modifiers] == [[first], [second, third]]
+    assert [one.group for one in lifecycle.modifiers] == ["one", "two"]
+    assert all(one.initialized and not one.finalized for one in lifecycle.modifiers)
+    two = lifecycle.recipe_container.get_modifiers()[1]
+    assert (two.calculate_start(), two.calculate_end(), two.unique_id) == (1.0, 3.0, "two_1")
+    lifecycle.finalize()
+    assert all(one.finalized and one.applied for one in lifecycle.modifiers)
+    assert lifecycle.recipe_container.applied_stages == ["one", "two"]
+    assert lifecycle.recipe_container.get_modifiers() == []
+
+
+def test_a_container_joins_recipes_and_a_lifecycle_takes_them():
+    lifecycle = CompressionLifecycle()
+    container = lifecycle.recipe_container
+    assert container.update(Recorder(), extra=1) == {"extra": 1}
+    container.append(Recorder(start=1.0))
+    assert len(container.recipes) == 2
+    assert container.check_compile_recipe()
+    assert not container.check_compile_recipe()
+    lifecycle.initialize(model=nn.Linear(2, 2))
+    assert [one.start for one in lifecycle.recipe.modifiers] == [None, 1.0]
+    container.update(Recorder(start=2.0))
+    assert [one.start for one in container.get_modifiers()[0].modifiers] == [2.0]
+
+
+def test_a_stage_is_called_like_a_modifier():
+    stage, state = StageModifiers([Recorder(), Recorder()], 0, "all"), State(model=nn.Linear(2, 2))
+    stage.initialize(state, extra=1)
+    assert stage.initialized
+    stage.update_event(state, Event(type_=EventType.BATCH_START))
+    stage.finalize(state)
+    assert stage.finalized
+    assert stage.applied
+    for one in stage.modifiers:
+        assert one._calls[0] == ("initialize", {"extra": 1})
+        assert one._calls[-1][0] == "finalize"
+
+
+def test_the_log_tells_what_the_lifecycle_does():
+    said: list[tuple[str, str]] = []
+    sink = logger.add(
+        lambda one: said.append((one.record["level"].name, one.record["message"])), level="DEBUG"
+    )
+    try:
+        lifecycle = CompressionLifecycle()
+        lifecycle.reset()
+        lifecycle.initialize(recipe=Recorder(), model=nn.Linear(2, 2))
+        lifecycle.event(EventType.BATCH_START)
+        lifecycle.finalize()
+        lifecycle.reset()
+    finally:
+        logger.remove(sink)
+    assert [text for level, text in said if level == "INFO"] == [
+        "Compression lifecycle initialized for 1 modifier.",
+        "Compression lifecycle finalized for 1 modifier.",
+        "Compression lifecycle reset.",
+    ]
+    assert ("DEBUG", "Handling event: batch_start.") in said
