@@ -15,6 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet
 from datasets import Dataset
 
 from llmcompressor.errors import DatasetError
@@ -26,16 +28,82 @@ def dataset_of(samples: Sequence[Mapping[str, Any]]) -> Dataset:
     return Dataset.from_dict({name: [one.get(name) for one in samples] for name in columns})
 
 
-def dataset_of_table(table: Any) -> Dataset:
-    """Convert an Arrow table or a pandas data frame; missing values (NaN) become ``None``."""
-    if hasattr(table, "schema"):
-        return Dataset(datasets.table.InMemoryTable(table))
+def dataset_of_table(data: Any) -> Dataset:
+    """Convert what is a table to a ``Dataset`` whose rows can be read.
+
+    Args:
+        data: a table or record batch of Arrow, a list of batches, a pandas data frame, a
+            ``Dataset``, or what offers its columns by Arrow's stream interface, as data frames of
+            other libraries do.
+
+    Returns:
+        The data; missing values of a pandas data frame (NaN) are ``None``. A ``Dataset`` whose
+        types can be read is returned itself.
+
+    Raises:
+        DatasetError: it cannot be converted, or two columns have one name.
+    """
+    if isinstance(data, Dataset):
+        table = data.data.table
+        if not _is_unusual(table.schema):
+            return data
+        held = datasets.table.InMemoryTable(_plain_table(table))
+        chosen = getattr(data, "_indices", None)  # rows that were chosen before stay chosen
+        return Dataset(held, split=data.split, indices_table=chosen)
     try:
-        return Dataset.from_pandas(table, preserve_index=False)
+        if isinstance(data, pa.RecordBatch | list):
+            data = pa.Table.from_batches(data if isinstance(data, list) else [data])
+        elif not isinstance(data, pa.Table) and not hasattr(data, "iloc"):
+            data = pa.table(data)
+        if isinstance(data, pa.Table):
+            return Dataset(datasets.table.InMemoryTable(_plain_table(data)))
+    except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(
+            f"The table cannot be read: {' '.join(str(error).split()):.300}.",
+            "Give each column a name of its own and a type that Parquet has.",
+        ) from error
+    try:
+        return Dataset.from_pandas(data, preserve_index=False)
     except Exception as error:  # values of several types in one column, and so on
         raise DatasetError(
             f"The data frame cannot be read: {error}.", 'Give frame.to_dict("records") instead.'
         ) from error
+
+
+def _is_unusual(schema: pa.Schema) -> bool:
+    return any(_plain_type(one.type) != one.type for one in schema)
+
+
+def _plain_table(table: pa.Table) -> pa.Table:
+    """Return a table of plain types: itself, or with the columns that are of others converted."""
+    for place, field in enumerate(table.schema):
+        kind = _plain_type(field.type)
+        if kind != field.type:
+            values = [pa.array(one.to_pylist(), kind) for one in table.column(place).chunks]
+            column = pa.chunked_array(values, kind)
+            table = table.set_column(place, field.with_type(kind), column)
+    return table
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return a type without views and run-end encoding, of which no row can be taken everywhere."""
+    for matches, plain in ((_IS_STRING_VIEW, pa.large_string()), (_IS_BINARY, pa.large_binary())):
+        if matches(kind):
+            return plain
+    if pa.types.is_run_end_encoded(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_struct(kind):
+        return pa.struct([one.with_type(_plain_type(one.type)) for one in kind])
+    if any(matches(kind) for matches in _LISTS):
+        inner = _plain_type(kind.value_type)
+        is_view = any(matches(kind) for matches in _LIST_VIEWS)
+        return pa.large_list(inner) if is_view or inner != kind.value_type else kind
+    return kind
+
+
+_IS_STRING_VIEW, _IS_BINARY = pa.types.is_string_view, pa.types.is_binary_view
+_LIST_VIEWS = (pa.types.is_list_view, pa.types.is_large_list_view)
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, *_LIST_VIEWS)
 
 
 @contextmanager
@@ -118,6 +186,10 @@ def load_files(
     if text_columns is not None:
         text = datasets.Value("string")
         options["features"] = datasets.Features(dict.fromkeys(text_columns, text))
+    is_parquet = loader == "parquet" and all(file.suffix == ".parquet" for file in files)
+    if is_parquet and any(_is_unusual(pyarrow.parquet.read_schema(file)) for file in files):
+        tables = [_plain_table(pyarrow.parquet.read_table(file)) for file in files]
+        return dataset_of_table(pa.concat_tables(tables))
     places = [glob.escape(str(file)) for file in files]
     with _offline() as cache:
         builder = datasets.load_dataset_builder(

@@ -106,6 +106,7 @@ def _as_row(item: Any, index: int) -> Row:
     >>> _as_row("some text", 0), _as_row([1, 2], 0)
     ({'text': 'some text'}, {'input_ids': [1, 2]})
     """
+    item = _value(item)
     if isinstance(item, str):
         return {"text": item}
     if isinstance(item, Mapping):
@@ -122,6 +123,14 @@ def _as_row(item: Any, index: int) -> Row:
     )
 
 
+_TABLES = (
+    ("pandas", "DataFrame"),
+    ("pyarrow", "Table"),
+    ("pyarrow", "RecordBatch"),
+    ("datasets", "Dataset"),
+)
+
+
 def rows_of(data: Any) -> Rows | Stream:
     """Adapt a data object that has no splits to rows.
 
@@ -132,10 +141,12 @@ def rows_of(data: Any) -> Rows | Stream:
         return data
     if isinstance(data, Mapping):
         return _rows_of_sequence([dict(data)]) if _is_one_row(data) else rows_of_columns(data)
-    if is_a(data, "pandas", "DataFrame") or is_a(data, "pyarrow", "Table"):
-        data = resolve("llmcompressor.datasets.hub:dataset_of_table")(data)
-    if is_a(data, "datasets", "Dataset"):
-        return _rows_of_dataset(data)
+    if is_a(data, "pyarrow", "RecordBatchReader"):
+        return Stream(row for batch in data for row in batch.to_pylist())
+    is_batches = isinstance(data, list) and bool(data) and is_a(data[0], "pyarrow", "RecordBatch")
+    is_frame = hasattr(data, "__arrow_c_stream__") and hasattr(data, "columns")
+    if is_batches or is_frame or any(is_a(data, *one) for one in _TABLES):
+        return _rows_of_dataset(resolve("llmcompressor.datasets.hub:dataset_of_table")(data))
     is_class = isinstance(data, type)
     is_stream = is_a(data, "torch.utils.data", "IterableDataset") or is_a(
         data, "datasets", "IterableDataset"
@@ -151,6 +162,11 @@ def rows_of(data: Any) -> Rows | Stream:
         call = f", as in dataset={data.__name__}()" if data.__name__.isidentifier() else ""
         remedy = f"Give {'an object of it' if is_class else 'what it returns'}{call}."
     raise DatasetError(f"The data is a {type(data).__name__}, which has no rows.", remedy)
+
+
+def _value(held: Any) -> Any:
+    """Return what an Arrow scalar holds; other values are returned themselves."""
+    return held.as_py() if hasattr(held, "as_py") else held
 
 
 def _rows_of_sequence(items: Any) -> Rows:
@@ -204,7 +220,7 @@ def rows_of_columns(columns: Mapping[str, Any]) -> Rows:
     return Rows(
         max(counts.values(), default=0),
         lambda indices: [
-            {name: values[index] for name, values in columns.items()} for index in indices
+            {name: _value(values[index]) for name, values in columns.items()} for index in indices
         ],
     )
 
@@ -226,7 +242,7 @@ def _is_one_row(data: Mapping[str, Any]) -> bool:
     if any(is_chat(data.get(name)) for name in _CHATS):
         return True
     ids = data.get("input_ids")
-    first = None if ids is None else next(iter(ids), None)
+    first = None if ids is None else _value(next(iter(ids), None))
     is_token = isinstance(first, int) or getattr(first, "ndim", None) == 0
     return is_token or any(isinstance(data.get(name), str) for name in _TEXTS)
 

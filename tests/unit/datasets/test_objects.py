@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import pandas
 import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -343,3 +344,98 @@ def test_masks_and_positions_of_a_loader_are_handed_on():
         loader = DataLoader(of_ids(**more), batch_size=None)
         (batch,) = load_calibration(DatasetArguments(dataset=loader), vocab_size=100)
         assert batch.keys() == {"input_ids", *more}
+
+
+ENCODINGS = {
+    "plain": lambda: pyarrow.array(WORDS),
+    "large": lambda: pyarrow.array(WORDS, pyarrow.large_string()),
+    "view": lambda: pyarrow.array(WORDS, pyarrow.string_view()),
+    "run ends": lambda: pyarrow.RunEndEncodedArray.from_arrays(
+        pyarrow.array([1, 2, 3, 4, 5], pyarrow.int32()), pyarrow.array(WORDS)
+    ),
+    "run ends of views": lambda: pyarrow.RunEndEncodedArray.from_arrays(
+        pyarrow.array([1, 2, 3, 4, 5], pyarrow.int32()), pyarrow.array(WORDS, pyarrow.string_view())
+    ),
+    "dictionary": lambda: pyarrow.array(WORDS).dictionary_encode(),
+}
+
+
+class Frame:
+    """A data frame of a library that is not known here."""
+
+    def __init__(self, table):
+        self.table, self.columns = table, table.column_names
+
+    def __len__(self):
+        return len(self.table)
+
+    def __getitem__(self, index):
+        return Frame(self.table.slice(index, 1))
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return self.table.__arrow_c_stream__(requested_schema)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_encoding_and_form_of_arrow_gives_the_same(texts, encoding):
+    column = ENCODINGS[encoding]()
+    table = pyarrow.table({"text": column})
+    given = {
+        "table": table,
+        "batch": pyarrow.record_batch({"text": column}),
+        "batches": [*table.slice(0, 2).to_batches(), *table.slice(2).to_batches()],
+        "reader": table.to_reader(),
+        "frame": Frame(table),
+        "chunked column": {"text": table["text"]},
+        "column": {"text": column},
+        "values": column,
+        "splits": {"train": table},
+        "rows": pyarrow.table({"row": pyarrow.StructArray.from_arrays([column], ["text"])})["row"],
+    }
+    for form, data in given.items():
+        found = texts(data, shuffle_calibration_samples=False)
+        assert found == WORDS, form
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pyarrow.list_(pyarrow.int64()),
+        pyarrow.list_view(pyarrow.int32()),
+        pyarrow.large_list_view(pyarrow.int64()),
+        pyarrow.list_(pyarrow.int64(), 3),
+    ],
+    ids=str,
+)
+def test_every_list_of_arrow_holds_token_ids(batches, tmp_path, kind):
+    ids = [[5, 6, 7], [8, 9, 10]]
+    column = pyarrow.array(ids, kind)
+    table = pyarrow.table({"input_ids": column})
+    pyarrow.parquet.write_table(table, tmp_path / "ids.parquet")
+    forms = (table, {"input_ids": column}, {"input_ids": table["input_ids"]}, column)
+    for data in (*forms, str(tmp_path / "ids.parquet")):
+        found = batches(data, shuffle_calibration_samples=False)
+        assert [one["input_ids"].tolist() for one in found] == [[each] for each in ids]
+
+
+def test_views_within_conversations_and_chosen_rows_are_read(texts, tmp_path):
+    turn = pyarrow.struct([("role", pyarrow.string_view()), ("content", pyarrow.string_view())])
+    chats = [[{"role": "user", "content": word}] for word in WORDS]
+    plain = texts([{"messages": chat} for chat in chats], shuffle_calibration_samples=False)
+    column = pyarrow.array(chats, pyarrow.list_(turn))
+    assert texts({"messages": column}, shuffle_calibration_samples=False) == plain
+    table = pyarrow.table({"messages": column})
+    assert texts(table, shuffle_calibration_samples=False) == plain
+    views = pyarrow.table({"text": pyarrow.array(WORDS, pyarrow.string_view())})
+    chosen = datasets.Dataset(datasets.table.InMemoryTable(views)).select([3, 0])
+    assert texts(chosen, shuffle_calibration_samples=False) == [WORDS[3], WORDS[0]]
+    pyarrow.parquet.write_table(views, tmp_path / "views.parquet")
+    path = str(tmp_path / "views.parquet")
+    assert texts(path, shuffle_calibration_samples=False) == WORDS
+
+
+def test_two_columns_of_one_name_are_one_clear_error(texts):
+    column = pyarrow.array(WORDS)
+    table = pyarrow.Table.from_arrays([column, column], names=["text", "text"])
+    with pytest.raises(DatasetError, match=r"table cannot be read.*a name of its own"):
+        texts(table)
