@@ -64,6 +64,7 @@ FOREIGN = {
     },
     "accelerate": {"_hf_hook"},
     "compressed-tensors": {"_original_impl"},
+    "datasets": {"_indices"},
     "deepspeed": {"_hp_mapping", "_z3_optimizer"},
 }
 # What mathematics may know besides itself and the language's own library.

@@ -48,8 +48,8 @@ def dataset_of_table(data: Any) -> Dataset:
         if not _is_unusual(table.schema):
             return data
         held = datasets.table.InMemoryTable(_plain_table(table))
-        chosen = getattr(data, "_indices", None)  # rows that were chosen before stay chosen
-        return Dataset(held, split=data.split, indices_table=chosen)
+        # rows that were chosen before stay chosen
+        return Dataset(held, split=data.split, indices_table=data._indices)
     try:
         if isinstance(data, pa.RecordBatch | list):
             data = pa.Table.from_batches(data if isinstance(data, list) else [data])
