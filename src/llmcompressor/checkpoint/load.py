@@ -70,7 +70,7 @@ from llmcompressor.errors import (
     did_you_mean,
 )
 from llmcompressor.logger import logger
-from llmcompressor.modeling.patches import MERGE, modules_with_adapters
+from llmcompressor.modeling.patches import ANEW, MERGE, modules_with_adapters, quantized_by_hand
 from llmcompressor.modeling.weights import first_nonfinite, untie_embeddings
 from llmcompressor.runtime.memory import free_host_memory
 from llmcompressor.runtime.progress import format_bytes, join_names
@@ -326,13 +326,18 @@ def check_model_declared(model: Module) -> None:
 
 
 def check_unquantized(model: PreTrainedModel) -> None:
-    """Refuse (CheckpointError) a model object that was loaded quantized and not dequantized."""
+    """Refuse (CheckpointError) a model object that is quantized: by its loading, or by hand."""
     check_model_declared(model)
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         method = getattr(quantizer.quantization_config, "quant_method", "an unnamed method")
         name = model.config.name_or_path or type(model).__name__
         raise quantized_error(name, str(getattr(method, "value", method)))
+    if (found := quantized_by_hand(model)) is not None:
+        raise CheckpointError(
+            f"The {type(model).__name__} was quantized in memory by {found[1]}, at {found[0]}.",
+            ANEW,
+        )
 
 
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:

@@ -42,7 +42,12 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import InputError, LifecycleError, RecipeError, TargetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.hooks import HooksMixin
-from llmcompressor.modeling.patches import MERGE, modules_with_adapters
+from llmcompressor.modeling.patches import (
+    ANEW,
+    MERGE,
+    modules_with_adapters,
+    quantized_by_hand,
+)
 from llmcompressor.runtime.limits import MAX_FIELD_VALUES, copy_values
 from llmcompressor.runtime.progress import join_names
 
@@ -447,6 +452,13 @@ class Modifier(HooksMixin):
                 f"{self._name} changes weights, and the model has adapters (PEFT) at "
                 f"{join_names(adapted)}: only these would be trained and saved.",
                 f"{MERGE} Distillation works beside them.",
+            )
+        found = None if model is None else quantized_by_hand(model)
+        if found is not None:
+            raise TargetError(
+                f"{self._name} changes weights, and {found[1]} has quantized those of the model, "
+                f"at {found[0]}.",
+                ANEW,
             )
 
     def resume(self, state: State, phases: Iterable[str], saved: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from compressed_tensors.transform import TransformBase, TransformLocation
 from torch import Tensor
 from torch.nn import Module, Parameter, functional
 
-from llmcompressor.modeling.names import named_modules
+from llmcompressor.modeling.names import named_modules, own_parameters
 from llmcompressor.numerics.products import is_slow_dtype, wide_linear
 from llmcompressor.transformers_internals import QUANTIZED_MARK
 
@@ -276,6 +276,50 @@ def modules_with_adapters(model: Module) -> list[str]:
     bases = {name: {one.__name__ for one in kind} for name, kind in kinds.items()}
     names = [name for name, own in bases.items() if _LAYER in own]
     return names or ([type(model).__name__] if _WRAPPERS & bases[""] else [])
+
+
+# --------------------
+# Models that other libraries have quantized in memory, by the packages of modules and tensors.
+
+ANEW = "Load the model anew, and give it before anything quantizes it."
+"""What to do about them."""
+
+_OF_MODULES = {
+    "auto_gptq": "GPTQ (auto_gptq)",
+    "auto_round_extension": "AutoRound (auto_round)",
+    "awq": "AWQ (awq)",
+    "gptqmodel": "GPTQ (gptqmodel)",
+    "hqq": "HQQ (hqq)",
+    "optimum.quanto": "quanto (optimum.quanto)",
+    "quanto": "quanto",
+    "torch.ao.nn.quantized": "PyTorch (torch.ao.quantization)",
+}
+_OF_TENSORS = {
+    "bitsandbytes": "bitsandbytes",
+    "optimum.quanto": "quanto (optimum.quanto)",
+    "torchao.dtypes": "torchao",
+    "torchao.quantization": "torchao",
+    "torchao.prototype": "torchao",
+}
+"""Others of torchao hold plain weights, which are multiplied in float8."""
+
+
+def quantized_by_hand(model: Module) -> tuple[str, str] | None:
+    """Return the first module that another library has quantized, and its method; or ``None``.
+
+    >>> quantized_by_hand(torch.nn.Linear(2, 2))
+    """
+    for name, module in named_modules(model):
+        held: list[tuple[type, dict[str, str]]] = [(type(module), _OF_MODULES)]
+        # bitsandbytes quantizes when a module comes to an accelerator: floats are plain
+        own = [one for one in own_parameters(module) if type(one.data) is not Tensor]
+        own += [one for one in own_parameters(module) if not one.is_floating_point()]
+        held += [(kind, _OF_TENSORS) for one in own for kind in (type(one), type(one.data))]
+        for kind, methods in held:
+            for package, method in methods.items():
+                if f"{kind.__module__}.".startswith(f"{package}."):
+                    return name, method
+    return None
 
 
 # --------------------

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 import llmcompressor
 from llmcompressor import (
     active_session,
+    create_session,
     evaluate,
     model_free_ptq,
     oneshot,
@@ -694,6 +695,68 @@ def test_what_is_no_transformers_model_is_refused(model: Any, place: Place) -> N
         oneshot(**{**place.correct(), "model": model})
     check_message(caught.value, (type(model).__name__, "transformers model"))
     assert not place.output.exists()
+
+
+def _of_other_modules(home: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        kind = type("Codes", (torch.nn.Module,), {"__module__": home})
+        model.model.layers[0].mlp.up_proj = kind()
+
+    return change
+
+
+def _of_other_tensors(home: str, *, plain: bool = False) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        kind: Any = type("Codes", (torch.Tensor,), {"__module__": home})
+        up, dtype = model.model.layers[0].mlp.up_proj, torch.float32 if plain else torch.int8
+        codes = up.weight.data.to(dtype).as_subclass(kind)
+        up.weight = torch.nn.Parameter(codes, requires_grad=False)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "method"),
+    [
+        (_of_other_tensors("torchao.quantization.quantize_.workflows"), "torchao"),
+        (_of_other_tensors("torchao.dtypes.affine"), "torchao"),
+        (_of_other_tensors("optimum.quanto.tensor.weights.qbytes"), "quanto"),
+        (_of_other_tensors("bitsandbytes.nn.modules"), "bitsandbytes"),
+        (_of_other_modules("optimum.quanto.nn.qlinear"), "quanto"),
+        (_of_other_modules("hqq.core.quantize"), "HQQ"),
+        (_of_other_modules("gptqmodel.nn_modules.qlinear.torch"), "GPTQ"),
+        (_of_other_modules("awq.modules.linear.gemm"), "AWQ"),
+        (_of_other_modules("torch.ao.nn.quantized.dynamic.modules.linear"), "PyTorch"),
+    ],
+)
+def test_a_model_that_was_quantized_by_hand_is_refused(
+    change: Callable[[Any], None], method: str, tmp_path: Path
+) -> None:
+    model = small.one_block()
+    change(model)
+    told = rf"{method}.*model\.layers\.0\.mlp\.up_proj.*Load the model anew"
+    for run in (
+        lambda: oneshot(model, RTN, output_dir=str(tmp_path / "out")),
+        lambda: plan(model, RTN, measure=False),
+        lambda: train(model, RTN, small.token_rows(), str(tmp_path / "out"), max_steps=1),
+        lambda: session_of(model),
+    ):
+        with pytest.raises(InputError, match=told):
+            run()
+    assert not list(tmp_path.iterdir())
+
+
+def session_of(model: Any) -> None:
+    with create_session() as session:
+        session.initialize(model=model, recipe=RTN)
+
+
+def test_weights_that_are_multiplied_in_float8_are_plain() -> None:
+    model = small.one_block()
+    home = "torchao.float8.float8_linear"
+    kind = type("Float8Linear", (torch.nn.Linear,), {"__module__": home})
+    model.model.layers[0].mlp.up_proj.__class__ = kind
+    session_of(model)
 
 
 def test_a_modifier_serves_again_after_a_failure(place: Place) -> None:
