@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -13,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmcompressor.checkpoint.model_config import REPORT_FILE
 from llmcompressor.errors import CheckpointError
+from llmcompressor.runtime.limits import parse_json
 from llmcompressor.verification.files import OF_EXPERT, Files, open_checkpoint
 from llmcompressor.verification.rules.view import View
 
-REPORT_FILE = "compression_report.json"
 _OWN = re.compile(r"\.(?:weight|bias|[a-z]+_(?:packed|scale|zero_point|global_scale|shape|g_idx))$")
 """The end of a tensor's name, behind that of its module."""
 _OF_INDEX = ("F5", "F6", "F7", "F8")
@@ -230,7 +230,7 @@ def _three(given: Any) -> tuple[float, float, float] | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

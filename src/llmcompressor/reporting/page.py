@@ -12,6 +12,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from llmcompressor.runtime.limits import parse_json
+
 _DATA = '<script type="application/json" id="run">'
 _END = "</script>"
 
@@ -93,7 +95,7 @@ def data_of(page: Path) -> dict[str, Any]:
     """Return the data that :func:`render` kept in a page; empty if it has none."""
     try:
         text = page.read_text(encoding="utf-8")
-        found = json.loads(text.rpartition(_DATA)[2].partition(_END)[0])
+        found = parse_json(text.rpartition(_DATA)[2].partition(_END)[0])
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

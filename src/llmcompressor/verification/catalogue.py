@@ -85,7 +85,7 @@ S7 | vllm | error | configuration | each group has its format
 S8 | vllm | error | configuration | integer weights alone are packed
 S9 | vllm | error | configuration | a target stands in one group
 S10 | vllm | error | deployment | device and dtype can be served
-S12 | vllm | error | configuration | patterns are regular expressions
+S12 | vllm | error | configuration | patterns are regular expressions that match in a moment
 S13 | vllm | error | headers | both orders of precedence choose one scheme
 S14 | vllm | error | headers | shards of a joined module have one scheme
 S16 | vllm | error | headers | all shards of a joined module are ignored, or none

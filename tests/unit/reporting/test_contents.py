@@ -54,3 +54,10 @@ def test_a_folder_without_a_model_is_one_error(tmp_path: Path) -> None:
         contents_of(tmp_path)
     with pytest.raises(CheckpointError, match="There is no checkpoint folder"):
         contents_of(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", "[" * 100_000, ""])
+def test_a_damaged_report_is_left_out(pico: Path, tmp_path: Path, text: str) -> None:
+    folder = shutil.copytree(pico, tmp_path / "model")
+    (folder / "compression_report.json").write_text(text)
+    assert contents_of(folder).report == {}
