@@ -129,7 +129,7 @@ def main() -> None:
     for size in (SIZES[name] for name in given.models):
         for name, (recipe, calibrated) in ((name, JOBS[name]) for name in given.jobs):
             tokens = str(token_file(size, "calibration")) if calibrated else None
-            for in_memory in (False, True):
+            for in_memory in (False,) if given.no_report else (False, True):
                 job = {"model": str(model_path(size)), "recipe": recipe, "tokens": tokens}
                 found: dict[str, dict[str, float]] = {}
                 for _ in range(given.repeat):
