@@ -61,7 +61,7 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "files per 1,000 lines": (4.7, 4.7),
     "% of functions with a body of at most 3 lines": (36.5, 30.0),
     "% of docstrings that open with a question": (3.0, 3.0),
-    "lines of tests": (62_200, 52_000),
+    "lines of tests": (62_800, 52_000),
     "bytes of docs/architecture.md": (8_000, 10_000),
     "rows of its longest table": (20, 20),
 }

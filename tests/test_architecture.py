@@ -14,7 +14,9 @@ import pytest
 from tests import house
 from tests.house import ROOT, files, imports, own_module
 
-FOLDERS = [folder for folder in ("src", "tests", "benchmarks") if (ROOT / folder).is_dir()]
+FOLDERS = [
+    folder for folder in ("src", "tests", "benchmarks", "examples") if (ROOT / folder).is_dir()
+]
 
 # A package imports from lower floors and from itself: a folder is a floor. A package stands here
 # only
@@ -75,7 +77,7 @@ MACHINE_PATH = re.compile(r"/(?:home|work|root|Users|opt/envs)/\w|[A-Z]:\\\\User
 
 
 # A unit test lies in the folder of what it tests; an integration test is a part of a story.
-STORIES = {"oneshot", "resume", "train", "model_free", "moe", "rotations", "verify"}
+STORIES = {"examples", "oneshot", "resume", "train", "model_free", "moe", "rotations", "verify"}
 TEST_FOLDERS = {"unit", "integration", "docs", "device", "support"}
 
 

@@ -54,7 +54,7 @@ def pages_of(entry: Any) -> list[str]:
 NAV = pages_of(SITE["nav"])
 GUIDE = next(pages_of(entry["Guide"]) for entry in SITE["nav"] if "Guide" in entry)
 MANUALS = sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md"))
-PAGES = [*MANUALS, "README.md", "CONTRIBUTING.md"]
+PAGES = [*MANUALS, "README.md", "CONTRIBUTING.md", "examples/README.md"]
 
 
 def prose(path: str) -> list[str]:

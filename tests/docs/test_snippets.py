@@ -54,6 +54,7 @@ from llmcompressor.schemes.presets import PRESETS, format_of, is_preset, preset_
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+PAGES.append(ROOT / "examples" / "README.md")
 PAGES += sorted(DOCS.rglob("*.md"))
 PAGE_NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 

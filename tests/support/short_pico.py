@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 __all__ = ["write_short_pico"]
 
 
-def write_short_pico(pico: Path, folder: Path, *, blocks: int = 1) -> Path:
+def write_short_pico(
+    pico: Path, folder: Path, *, blocks: int = 1, dtype: torch.dtype = torch.float32
+) -> Path:
     """Write it in float32: 16 bits take several times as long where the processor lacks them."""
-    model = AutoModelForCausalLM.from_pretrained(
-        pico, dtype=torch.float32, num_hidden_layers=blocks
-    )
+    model = AutoModelForCausalLM.from_pretrained(pico, dtype=dtype, num_hidden_layers=blocks)
     model.save_pretrained(folder)
     for file in pico.glob("*token*"):
         shutil.copy(file, folder)

@@ -188,7 +188,7 @@ def t5() -> Module:
     return hf.T5ForConditionalGeneration(config)
 
 
-def llava() -> Module:
+def llava(vocabulary: int = VOCABULARY, image_token: int = IMAGE_TOKEN) -> Module:
     vision = hf.CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -199,8 +199,8 @@ def llava() -> Module:
     )
     config = hf.LlavaConfig(
         vision_config=vision,
-        text_config=hf.LlamaConfig(**SIZES),
-        image_token_index=IMAGE_TOKEN,
+        text_config=hf.LlamaConfig(**{**SIZES, "vocab_size": vocabulary}),
+        image_token_index=image_token,
         vision_feature_layer=-1,
     )
     return hf.LlavaForConditionalGeneration(config)
