@@ -146,12 +146,12 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     models = {"moe": "mixture", "vision_language": "seeing"}
     data = {"vision_language": "pictures"}
 
-    def execute(name: str) -> dict[str, Any]:
+    def execute(name: str, **constants: Path) -> dict[str, Any]:
         model = request.getfixturevalue(models.get(name, "text_model"))
         rows = request.getfixturevalue(data.get(name, "chats"))
         names: dict[str, Any] = {"__name__": "__main__"}
         monkeypatch.chdir(tmp_path)
-        source = source_of(name, MODEL=model, DATASET=rows)
+        source = source_of(name, MODEL=model, DATASET=rows, **constants)
         exec(compile(source, f"{name}.py", "exec", dont_inherit=True), names)
         return names
 
@@ -160,7 +160,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 # TRL asks for pinned memory, of which torch warns where no device is.
 @pytest.mark.filterwarnings("ignore:'pin_memory':UserWarning")
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name in FORMATS])
 def test_what_a_script_writes_is_good(
     name: str, run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +179,37 @@ def test_what_a_script_writes_is_good(
     if name == "sparse_finetuning":
         zeros = [one == 0 for one in weights_of_blocks(model)]
         assert all((one.unflatten(1, (-1, 4)).sum(-1) >= 2).all() for one in zeros)
+
+
+@pytest.mark.slow  # lm-eval looks through all of its tasks, each time
+@pytest.mark.filterwarnings("ignore")  # of its dependencies
+def test_scores_are_told_before_and_after(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a task of local files."""
+    pytest.importorskip("lm_eval", reason="lm-eval is an optional companion")
+    rows = [
+        {"context": "import", "choices": ["os", "q"]},
+        {"context": "x =", "choices": ["1", "def"]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    task = {
+        "task": "next_word",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": 0,
+    }
+    (tmp_path / "task.yaml").write_text(json.dumps(task), encoding="utf-8")
+    run("fp8")
+    names = run("evaluate_lm_eval", TASK=tmp_path / "task.yaml")
+    told = capsys.readouterr().out
+    assert len(re.findall(r"\|next_word\|.*\|acc +\|", told)) == 2
+    assert re.search(rf"^{names['OUTPUT']}$", told, re.MULTILINE)
+    assert names["scores"]["results"]["next_word"]["sample_len"] == len(rows)
 
 
 def weights_of_blocks(model: Any) -> list[torch.Tensor]:
