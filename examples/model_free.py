@@ -3,13 +3,13 @@
 
 For whom: anybody with a model that is newer than the installed transformers, or very large.
 Needs: no data and no GPU; one block of the model at a time is in memory.
-Serve with: vLLM, if it knows the architecture; on an L4, RTX 40, H100 or newer.
+Serve with: vLLM, if it knows the architecture; on H100 or newer it computes in FP8.
 Comes out: a folder with the same config.json, but for what says how it is quantized.
 """
 
 from llmcompressor import model_free_ptq
 
-MODEL = "zai-org/GLM-4.5-Air"
+MODEL = "Qwen/Qwen3-235B-A22B-Instruct-2507"
 OUTPUT = MODEL.rpartition("/")[2] + "-FP8-BLOCK"
 
 model_free_ptq(

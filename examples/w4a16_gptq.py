@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPTQ W4A16: a quarter of the size, for few requests at a time.
 
-For whom: anybody whose model does not fit, or who serves one user with little memory to read.
+For whom: anybody whose model does not fit, or who serves few requests at a time.
 Needs: calibration data, and a GPU if it is to be quick; one block at a time is in memory.
 Serve with: vLLM or SGLang, on a T4 or newer (SGLang: A100 or newer).
 Comes out: a folder in the compressed-tensors format, with report.html beside the weights.
