@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package's logger, configured once and only on request.
 
-Importing the package changes nothing: loguru's default sink is kept until an entrypoint or the user
-calls :func:`configure_logger`.
+Importing the package changes nothing. The first run of a process that has set up no log of its own
+shows on standard error only its progress, its summary and warnings (:func:`show_runs_quietly`);
+:func:`configure_logger` shows more, and so does ``LLM_COMPRESSOR_LOG_LEVEL=INFO``.
 
 The module forwards to its logger: ``from llmcompressor import logger; logger.info("...")`` works,
 as does ``from llmcompressor.logger import logger``.
@@ -10,10 +11,11 @@ as does ``from llmcompressor.logger import logger``.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,12 @@ __all__ = [
     "configure_distributed_logger",
     "configure_logger",
     "is_quiet",
+    "log_progress",
     "log_to_file",
     "logger",
+    "others_in_log",
     "quiet",
+    "show_runs_quietly",
 ]
 
 _FILE_VARIABLE = "LLM_COMPRESSOR_LOG_FILE"
@@ -43,6 +48,10 @@ _LINE = "<level>{level: <7}</level> {message}"
 _FILE_LINE = "{time:YYYY-MM-DD HH:mm:ss.SSS} {level: <8} {name}:{line} {message}"
 _METRIC = "METRIC"
 _METRIC_SEVERITY = 38  # between WARNING and ERROR
+PROGRESS = "PROGRESS"
+_PROGRESS_SEVERITY = 22  # between INFO and SUCCESS
+_TOLD_PLAINLY = (PROGRESS, "SUCCESS")
+"""Levels of what a run tells its user; on the console these lines have no label."""
 
 
 @dataclass
@@ -90,17 +99,9 @@ def configure_logger(
     logger.remove()
     _FILES.clear()
     _RANKS[:] = [] if given.rank is None else [given.rank]
-    _register_metric_level()
+    _register_level(_METRIC, _METRIC_SEVERITY)
 
-    level = os.environ.get("LLM_COMPRESSOR_LOG_LEVEL") or given.console_log_level
-    if level:
-        line = _LINE if given.rank is None else f"[Rank {given.rank}] {_LINE}"
-        logger.add(
-            sys.stderr,
-            level=level.upper(),
-            format=line,
-            filter=_Filter(metrics=not given.metrics_disabled),
-        )
+    _add_console(given.console_log_level, given.rank, _Filter(metrics=not given.metrics_disabled))
     file_level = os.environ.get(_FILE_LEVEL_VARIABLE) or given.log_file_level
     if file := os.environ.get(_FILE_VARIABLE):
         logger.add(
@@ -121,6 +122,51 @@ def configure_logger(
         _FILES.append(file)
 
 
+def _add_console(level: str | None, rank: int | None, wanted: _Filter) -> None:
+    """Write the log to standard error from a level on, as ``LLM_COMPRESSOR_LOG_LEVEL`` says."""
+    level = os.environ.get("LLM_COMPRESSOR_LOG_LEVEL") or level
+    if not level:
+        return
+    _register_level(PROGRESS, _PROGRESS_SEVERITY)
+
+    def line(record: Any) -> str:
+        told = "{message}" if record["level"].name in _TOLD_PLAINLY else _LINE
+        return f"{'' if rank is None else f'[Rank {rank}] '}{told}\n{{exception}}"
+
+    logger.add(
+        lambda text: print(text, end="", file=sys.stderr),  # the one of now: above a bar
+        level=level.upper(),
+        format=line,
+        filter=wanted,
+        colorize=sys.stderr.isatty(),
+    )
+
+
+def show_runs_quietly() -> None:
+    """Show only progress, summaries and warnings of runs, unless the process has set up its log.
+
+    It has if loguru's default sink is gone, as after :func:`configure_logger`. Records of other
+    packages are shown as before.
+    """
+    try:
+        logger.remove(0)
+    except ValueError:
+        return
+    logger.add(sys.stderr, filter=lambda record: not _is_of_run(record))
+    _add_console(PROGRESS, None, _Filter(ours=True))
+
+
+def _is_of_run(record: Any) -> bool:
+    """Return True for records of this package and of compressed-tensors, which it calls."""
+    return str(record["name"]).partition(".")[0] in {"llmcompressor", "compressed_tensors"}
+
+
+def log_progress(text: str) -> None:
+    """Log a line of the level ``"PROGRESS"``, which is shown where ``"INFO"`` is not."""
+    _register_level(PROGRESS, _PROGRESS_SEVERITY)
+    logger.opt(depth=1).log(PROGRESS, "{}", text)
+
+
 def configure_distributed_logger(
     logger_config: LoggerConfig | None = None, *, config: LoggerConfig | None = None
 ) -> None:
@@ -135,13 +181,19 @@ class _Filter:
     """Filter of one sink's records.
 
     compressed-tensors marks repeated records about many modules, to be shown once.
+
+    Args:
+        metrics: pass records of the level ``"METRIC"``.
+        ours: pass this package's records alone.
     """
 
-    def __init__(self, *, metrics: bool = True) -> None:
-        self._metrics = metrics
+    def __init__(self, *, metrics: bool = True, ours: bool = False) -> None:
+        self._metrics, self._ours = metrics, ours
         self._once: set[tuple[str, str]] = set()
 
     def __call__(self, record: Any) -> bool:
+        if self._ours and not str(record["name"]).startswith("llmcompressor"):
+            return False
         if record["level"].name == _METRIC and not self._metrics:
             return False
         if not record["extra"].get("log_once"):
@@ -152,12 +204,12 @@ class _Filter:
         return is_new
 
 
-def _register_metric_level() -> None:
-    """Register the level of metrics with loguru."""
+def _register_level(name: str, severity: int) -> None:
+    """Register a level of our own with loguru."""
     try:
-        logger.level(_METRIC)
+        logger.level(name)
     except ValueError:
-        logger.level(_METRIC, no=_METRIC_SEVERITY, color="<yellow>")
+        logger.level(name, no=severity, color="<yellow>")
 
 
 @contextmanager
@@ -220,6 +272,49 @@ def _has_sinks() -> bool:
         logger.patch(stop).critical("")
         return False
     return True
+
+
+# --------------------
+# Log lines of other libraries.
+
+_WITH_HANDLERS = ("transformers", "datasets", "huggingface_hub", "accelerate", "trl")
+"""Loggers that write to standard error by handlers of their own."""
+
+
+class _ToLog(logging.Handler):
+    """Logs records of other libraries at the level ``"INFO"``, with the library's name."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log a record."""
+        library = record.name.partition(".")[0]
+        logger.info("{}: {}", library, record.getMessage().strip())
+
+
+@contextmanager
+def others_in_log() -> Iterator[None]:
+    """Have other libraries' log lines go to this package's log while the body runs.
+
+    Left alone are loggers that somebody has asked for more than warnings, and all if the root
+    logger has handlers: then the process has a log of its own.
+    """
+    root = logging.getLogger()
+    if root.handlers:  # also within another run
+        yield
+        return
+    handler = _ToLog()
+    with ExitStack() as stack:
+        root.addHandler(handler)  # without any, Python writes warnings to standard error
+        stack.callback(root.removeHandler, handler)
+        for name in _WITH_HANDLERS:
+            one = logging.getLogger(name)
+            if one.handlers and one.getEffectiveLevel() >= logging.WARNING:
+                stack.callback(_set_handlers, one, list(one.handlers))
+                _set_handlers(one, [] if one.propagate else [handler])
+        yield
+
+
+def _set_handlers(one: logging.Logger, handlers: list[logging.Handler]) -> None:
+    one.handlers[:] = handlers
 
 
 def __getattr__(name: str) -> Any:

@@ -172,3 +172,43 @@ def test_the_front_page_has_the_logger_and_the_version(code: str) -> None:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
     assert "hello" in said.stderr or llmcompressor.__version__ in said.stdout
+
+
+_TOLD = """
+import sys
+import loguru
+from llmcompressor.logger import LoggerConfig, configure_logger, log_progress, show_runs_quietly
+
+{before}
+show_runs_quietly()
+show_runs_quietly()
+told = compile("loguru.logger.info('hello'); loguru.logger.success('done')", "told", "exec")
+loguru.logger.info("of a script")
+exec(told, {{"loguru": loguru, "__name__": "llmcompressor.a_module"}})
+exec(told, {{"loguru": loguru, "__name__": "compressed_tensors.a_module"}})
+log_progress("1 of 2")
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "level", "shown"),
+    [
+        ("", None, ["of a script", "done", "1 of 2"]),
+        ("", "INFO", ["of a script", "INFO    hello", "done", "1 of 2"]),
+        ("configure_logger()", None, ["of a script", *["INFO    hello", "done"] * 2, "1 of 2"]),
+        ("configure_logger(LoggerConfig(console_log_level='WARNING'))", None, []),
+        ("loguru.logger.remove()", None, []),
+    ],
+)
+def test_runs_show_little_unless_the_process_has_set_up_its_log(
+    before: str, level: str | None, shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LLM_COMPRESSOR_LOG_LEVEL", raising=False)
+    if level is not None:
+        monkeypatch.setenv("LLM_COMPRESSOR_LOG_LEVEL", level)
+    code = _TOLD.format(before=before)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = said.stderr.splitlines()
+    assert len(lines) == len(shown), said.stderr
+    for line, end in zip(lines, shown, strict=True):
+        assert line.endswith(end)

@@ -68,7 +68,7 @@ from llmcompressor.errors import (
     RecipeError,
     TargetError,
 )
-from llmcompressor.logger import logger
+from llmcompressor.logger import log_progress, logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.weights import untie_embeddings
@@ -807,7 +807,7 @@ class StreamedBlocks(BlockSource):
             logger.warning(f"{', '.join(names)}: damaged on the disk, and done again.")
         if intact:
             total = (self._last + 1) * len(self.names) + 1
-            logger.info(f"{len(intact)} of {total} parts are finished already.")
+            log_progress(f"{len(intact)} of {total} parts are finished already.")
         return intact
 
 

@@ -47,7 +47,7 @@ from llmcompressor.checkpoint.atomic_output import (
     work_folder,
 )
 from llmcompressor.errors import InputError, OutputError
-from llmcompressor.logger import logger
+from llmcompressor.logger import log_progress, logger
 from llmcompressor.runtime import durable
 from llmcompressor.runtime.folder_lock import locked
 from llmcompressor.runtime.limits import parse_json
@@ -290,7 +290,7 @@ class Workspace:
                 _ON_ANOTHER_PROCESSOR if only_processor else _OF_ANOTHER_RUN,
             )
         else:
-            logger.info(f"Continuing the run in {self.folder}.")
+            log_progress(f"Continuing the run in {self.folder}.")
             if (self.folder / MOVING).exists() and not self.is_published:
                 self._move(replace=overwrite)
         if not self.is_published:

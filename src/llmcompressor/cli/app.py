@@ -17,6 +17,7 @@ from llmcompressor.cli.commands import (
     Model,
     Serve,
     Tp,
+    Verbose,
     entrypoint,
     oneshot_command,
     plan_command,
@@ -110,6 +111,7 @@ def _evaluate(
         bool, typer.Option("--trust-remote-code-model", help="Run the checkpoint's own code.")
     ] = False,
     as_json: AsJson = False,
+    verbose: Verbose = 0,
     debug: Debug = False,
 ) -> None:
     """Measure CHECKPOINT, alone and against the original.
@@ -121,7 +123,7 @@ def _evaluate(
             raise typer.BadParameter("Give --dataset or --text-file, not both.")
         if text_file is not None and not text_file.is_file():
             raise typer.BadParameter(f"There is no file {text_file}.", param_hint="--text-file")
-        report = entrypoint("entrypoints.evaluate:evaluate")(
+        report = entrypoint("entrypoints.evaluate:evaluate", verbose)(
             checkpoint,
             reference=reference,
             tokenizer=tokenizer,
@@ -187,6 +189,7 @@ def _model_free(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the checkpoint that the output holds.")
     ] = False,
+    verbose: Verbose = 0,
     debug: Debug = False,
 ) -> None:
     """Round the weights of MODEL from its files alone.
@@ -195,7 +198,7 @@ def _model_free(
     """
     with report_errors(debug=debug, resumable=True):
         groups = None if config is None else _read(config)
-        folder = entrypoint("entrypoints.model_free:model_free_ptq")(
+        folder = entrypoint("entrypoints.model_free:model_free_ptq", verbose)(
             model,
             save_directory,
             scheme,
@@ -239,6 +242,7 @@ def _verify(
         str | None, typer.Option(help="The dtype of activations, if not the model's.")
     ] = None,
     as_json: AsJson = False,
+    verbose: Verbose = 0,
     debug: Debug = False,
 ) -> None:
     """Check a written CHECKPOINT.
@@ -246,7 +250,7 @@ def _verify(
     The exit code is 1 if it has an error.
     """
     with report_errors(debug=debug):
-        verify = entrypoint("entrypoints.verify:verify")
+        verify = entrypoint("entrypoints.verify:verify", verbose)
         report = verify(checkpoint, reference, serve=serve, tp=tp or None, gpu=gpu, dtype=dtype)
         _show(report, "print_verification", as_json=as_json)
         if not report.ok:
@@ -262,11 +266,12 @@ def _report(
     reference: Annotated[
         str | None, typer.Option(help="The original model, to measure sizes and errors against.")
     ] = None,
+    verbose: Verbose = 0,
     debug: Debug = False,
 ) -> None:
     """Write the page of a CHECKPOINT anew."""
     with report_errors(debug=debug):
-        page = entrypoint("entrypoints.reports:report")(checkpoint, reference)
+        page = entrypoint("entrypoints.reports:report", verbose)(checkpoint, reference)
         typer.echo(f"Written: {page}")
 
 
@@ -288,6 +293,7 @@ def _compare(
         bool, typer.Option("--trust-remote-code-model", help="Run the checkpoints' own code.")
     ] = False,
     as_json: AsJson = False,
+    verbose: Verbose = 0,
     debug: Debug = False,
 ) -> None:
     """Put two checkpoints side by side.
@@ -295,7 +301,7 @@ def _compare(
     On a page: their sizes, schemes, errors and distance from the original.
     """
     with report_errors(debug=debug):
-        found = entrypoint("entrypoints.reports:compare")(
+        found = entrypoint("entrypoints.reports:compare", verbose)(
             first,
             second,
             reference=reference,
@@ -317,6 +323,7 @@ def _demo(
         typer.Option("--output", "-o", help="Keep the checkpoints in this new folder."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Which calibration text.")] = 0,
+    verbose: Verbose = 0,
     debug: Debug = False,
 ) -> None:
     """Compress the package's own small model and measure it.
@@ -324,5 +331,5 @@ def _demo(
     In two ways, with calibration data that every Python has.
     """
     with report_errors(debug=debug):
-        demo = entrypoint("cli.demo:demo", log_level="WARNING")
+        demo = entrypoint("cli.demo:demo", verbose, log_level="WARNING")
         _show(demo(output, seed=seed), "print_demo", as_json=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -25,6 +26,10 @@ from llmcompressor.runtime.registry import resolve
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or name of the model.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Verbose = Annotated[
+    int,
+    typer.Option("--verbose", "-v", count=True, help="Show the log; -vv shows all of it."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Serve = Annotated[
     str | None,
@@ -39,19 +44,22 @@ Gpu = Annotated[
 ]
 
 
-def entrypoint(path: str, log_level: str | None = None) -> Any:
+def entrypoint(path: str, verbose: int = 0, *, log_level: str | None = None) -> Any:
     """Set up the log and import what a command runs, which loads torch.
 
     Args:
         path: as ``"module:attribute"``, below ``llmcompressor``.
-        log_level: of the log; the user's by default.
+        verbose: how often ``-v`` was given.
+        log_level: of the log without ``-v``; by default it shows progress, summaries and warnings.
     """
     from llmcompressor import logger  # noqa: PLC0415  # loads loguru
 
-    if log_level is None:
-        logger.configure_logger()
+    level = ("DEBUG" if verbose > 1 else "INFO") if verbose else log_level
+    if level is None:
+        logger.show_runs_quietly()
     else:
-        logger.configure_logger(logger.LoggerConfig(console_log_level=log_level))
+        logger.configure_logger(logger.LoggerConfig(console_log_level=level))
+    logging.captureWarnings(True)  # this process is ours: those of other packages go to the log
     return resolve(f"llmcompressor.{path}")
 
 
@@ -195,6 +203,7 @@ def _output(text: str, *, required: bool = True) -> inspect.Parameter:
 
 
 _MODEL = parameter("model", Model, default=inspect.Parameter.empty)
+_VERBOSE = parameter("verbose", Verbose, default=0)
 _DEBUG = parameter("debug", Debug, default=False)
 _MODEL_OPTIONS = option_parameters(ModelArguments, panel="Model", skip=["model"])
 _RECIPE_OPTIONS = option_parameters(RecipeArguments, panel="Recipe", required=["recipe"])
@@ -221,16 +230,17 @@ def _signed(
     *_MODEL_OPTIONS,
     *option_parameters(RunArguments, panel="Run"),
     parameter("log_dir", str | None, typer.Option(help="Folder for a file of the log.")),
+    _VERBOSE,
     _DEBUG,
 )
-def oneshot_command(*, debug: bool, **given: Any) -> None:
+def oneshot_command(*, debug: bool, verbose: int, **given: Any) -> None:
     """Compress MODEL by a recipe and write the result."""
     with report_errors(debug=debug, resumable=True):
         call = call_arguments(given, *_ARGUMENTS)
         if call.pop("dry_run", False):
-            _show_plan(call)
+            _show_plan(call, verbose)
             return
-        _run("entrypoints.oneshot:oneshot", call, output_folder(given))
+        _run("entrypoints.oneshot:oneshot", call, output_folder(given), verbose)
 
 
 @_signed(
@@ -241,9 +251,10 @@ def oneshot_command(*, debug: bool, **given: Any) -> None:
     *_training_parameters(),
     *_MODEL_OPTIONS,
     *option_parameters(RunArguments, panel="Run", skip=["dry_run", "max_memory"]),
+    _VERBOSE,
     _DEBUG,
 )
-def train_command(*, debug: bool, **given: Any) -> None:
+def train_command(*, debug: bool, verbose: int, **given: Any) -> None:
     """Train MODEL while a recipe compresses it.
 
     The result is written when it is complete; the same command continues after an interruption.
@@ -251,7 +262,7 @@ def train_command(*, debug: bool, **given: Any) -> None:
     with report_errors(debug=debug, resumable=True):
         training = _training_arguments(given)
         call = {**_with_roles(call_arguments(given, *_ARGUMENTS)), **training}
-        _run("entrypoints.train:train", call, output_folder(given))
+        _run("entrypoints.train:train", call, output_folder(given), verbose)
 
 
 @_signed(
@@ -263,9 +274,10 @@ def train_command(*, debug: bool, **given: Any) -> None:
     *_MODEL_OPTIONS,
     *option_parameters(RunArguments, panel="Run", skip=["dry_run"]),
     parameter("log_dir", str | None, typer.Option(help="Folder for a file of the oneshot's log.")),
+    _VERBOSE,
     _DEBUG,
 )
-def run_command(*, debug: bool, **given: Any) -> None:
+def run_command(*, debug: bool, verbose: int, **given: Any) -> None:
     """Run all stages of a recipe on MODEL.
 
     Each as oneshot or train, each into a folder of its own; finished stages are skipped.
@@ -273,7 +285,7 @@ def run_command(*, debug: bool, **given: Any) -> None:
     with report_errors(debug=debug, resumable=True):
         training = _training_arguments(given)
         call = {**_with_roles(call_arguments(given, *_ARGUMENTS)), **training}
-        _run("entrypoints.stages:run_stages", call, given["output_dir"])
+        _run("entrypoints.stages:run_stages", call, given["output_dir"], verbose)
 
 
 @_signed(
@@ -288,6 +300,7 @@ def run_command(*, debug: bool, **given: Any) -> None:
         default=False,
     ),
     parameter("as_json", AsJson, default=False),
+    _VERBOSE,
     _DEBUG,
     _output("Folder that would be written.", required=False),
     *_RECIPE_OPTIONS,
@@ -295,7 +308,9 @@ def run_command(*, debug: bool, **given: Any) -> None:
     *_MODEL_OPTIONS,
     *option_parameters(RunArguments, panel="Run", skip=["dry_run", "resume", "verify"]),
 )
-def plan_command(*, debug: bool, as_json: bool, no_measure: bool, **given: Any) -> None:
+def plan_command(
+    *, debug: bool, verbose: int, as_json: bool, no_measure: bool, **given: Any
+) -> None:
     """Say what compressing MODEL would match, need and take.
 
     No weight is read and nothing is written. The exit code is 1 if it would fail, or its output
@@ -304,12 +319,15 @@ def plan_command(*, debug: bool, as_json: bool, no_measure: bool, **given: Any) 
     with report_errors(debug=debug):
         deployment = {name: given.pop(name) or None for name in ("serve", "tp", "gpu")}
         call = call_arguments(given, *_ARGUMENTS)
-        _show_plan({**call, **deployment}, as_json=as_json, measure=not no_measure)
+        _show_plan({**call, **deployment}, verbose, as_json=as_json, measure=not no_measure)
 
 
-def _show_plan(call: Mapping[str, Any], *, as_json: bool = False, measure: bool = True) -> None:
+def _show_plan(
+    call: Mapping[str, Any], verbose: int, *, as_json: bool = False, measure: bool = True
+) -> None:
     """Print the plan of a call; the exit code is 1 if it would not work."""
-    plan = entrypoint("entrypoints.plan:plan", log_level="ERROR")  # the plan reports everything
+    # the plan reports everything
+    plan = entrypoint("entrypoints.plan:plan", verbose, log_level="ERROR")
     found = plan(**call, measure=measure)
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
@@ -337,11 +355,11 @@ def _with_roles(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "splits": found}
 
 
-def _run(path: str, call: Mapping[str, Any], folder: str) -> None:
+def _run(path: str, call: Mapping[str, Any], folder: str, verbose: int) -> None:
     """Run an entrypoint that writes a checkpoint, and say where."""
     from llmcompressor.runtime.progress import hide_tqdm_bars  # noqa: PLC0415
 
-    run = entrypoint(path)
+    run = entrypoint(path, verbose)
     with hide_tqdm_bars():
         run(**call)
     typer.echo(f"Written: {folder}")

@@ -36,7 +36,7 @@ from llmcompressor.evaluation.sources import (
     sample_windows,
     tokenized_documents,
 )
-from llmcompressor.logger import logger
+from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.patches import modules_with_adapters
 from llmcompressor.reporting.report import show_evaluation
 from llmcompressor.runtime.progress import hide_tqdm_bars
@@ -100,6 +100,7 @@ def evaluate(
         DatasetError: the text is missing, empty, or does not fit the model.
         ArgumentError: the two models have different vocabularies, or a number is out of range.
     """
+    show_runs_quietly()
     _check_numbers(max_seq_length=max_seq_length, num_samples=num_samples, batch_size=batch_size)
     dtype = parse_precision(precision_name("precision", precision))
     with hide_tqdm_bars():

@@ -37,7 +37,7 @@ from llmcompressor.entrypoints.arguments import Job, as_path, parse_device, refu
 from llmcompressor.entrypoints.conversion import converted_checkpoint, parse_converters
 from llmcompressor.entrypoints.run import compress, streamed_blocks
 from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
-from llmcompressor.logger import logger
+from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.matching import (
     check_targets,
     looks_like_pattern,
@@ -49,8 +49,8 @@ from llmcompressor.modeling.matching import (
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.numerics.products import float32_by_default
 from llmcompressor.recipe import Recipe
+from llmcompressor.reporting.summary import tell_summary, told_run
 from llmcompressor.runtime.progress import join_names
-from llmcompressor.runtime.run_record import recording_run
 from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.resolve import ResolvedSchemes
 
@@ -116,6 +116,7 @@ def model_free_ptq(
 
         model_free_ptq("./new-model", "./new-model-FP8", "FP8_BLOCK", ignore=["re:.*gate$"])
     """
+    show_runs_quietly()
     _check_workers(max_workers)
     converters = parse_converters(converter)
     fields = _fields(scheme, config, () if ignore is None else ignore)
@@ -139,12 +140,13 @@ def model_free_ptq(
     source = _inspect(os.fspath(model_stub))
     tell_remarks(source)
     with (
-        recording_run(),
+        told_run(),
         converted_checkpoint(
             source, converters, job.output_dir, device=chosen, workers=max_workers
         ) as converted,
     ):
         _quantize(job, converted, fields, resolved)
+        tell_summary(job.output_dir)
     return job.output_dir
 
 

@@ -30,11 +30,11 @@ from llmcompressor.args.parsing import told_by_name
 from llmcompressor.entrypoints.arguments import Job
 from llmcompressor.entrypoints.run import run
 from llmcompressor.errors import ArgumentError, InputError
-from llmcompressor.logger import log_to_file, logger, quiet
+from llmcompressor.logger import log_to_file, logger, quiet, show_runs_quietly
 from llmcompressor.modeling.sharded import is_sharded
 from llmcompressor.numerics.products import float32_by_default, full_float32_products
+from llmcompressor.reporting.summary import tell_summary, told_run
 from llmcompressor.runtime.processes import Processes
-from llmcompressor.runtime.run_record import recording_run
 from llmcompressor.session.functions import exclusive_session
 
 if TYPE_CHECKING:
@@ -210,6 +210,7 @@ class Oneshot(Job):
         **arguments: Any,
     ) -> None:
         self._given = {"output_dir": output_dir, "log_dir": log_dir, **arguments}
+        show_runs_quietly()
         if not _is_dry(arguments) and not is_sharded(arguments.get("model")):
             self.processes = Processes.from_process_group()
         with self.processes.notify_on_failure():
@@ -223,7 +224,7 @@ class Oneshot(Job):
             )
         if _TOKENIZERS not in os.environ:
             os.environ[_TOKENIZERS] = "false"
-            logger.warning(
+            logger.info(
                 f"{_TOKENIZERS} is set to false: tokenizers' threads do not go with processes that "
                 "a DataLoader forks. Set it, to true or false, and nothing is said."
             )
@@ -239,13 +240,15 @@ class Oneshot(Job):
             self._synchronized(),
             log_to_file(log if self.processes.is_first else None),
             exclusive_session(),
-            recording_run(),
+            told_run(),
             _leave_inference_mode(model),
             _leave_autocast(),
             float32_by_default(),
             full_float32_products(),
         ):
             self.model = run(self, self.open_data())
+            if self.output_dir is not None and self.processes.is_first:
+                tell_summary(self.output_dir)
         return self.model
 
     @contextmanager

@@ -17,7 +17,7 @@ from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.entrypoints.arguments import Job, parse_device
 from llmcompressor.entrypoints.run import SHARE_FOR_WEIGHTS, MemoryLimits, whole_model_reason
 from llmcompressor.errors import InputError, TargetError
-from llmcompressor.logger import logger
+from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.numerics.products import float32_by_default
 from llmcompressor.pipelines.batches import CalibrationBatches
@@ -80,6 +80,7 @@ def plan(
         found = plan("./my-model", "recipe.yaml", "calibration.jsonl")
         print(found.ok, found.sizes.weights, found.peak_host)
     """
+    show_runs_quietly()
     given: dict[str, Any] = {
         "model": model,
         "recipe": recipe,

@@ -12,6 +12,7 @@ from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint.source import local_directory
 from llmcompressor.entrypoints.evaluate import evaluate
 from llmcompressor.errors import CheckpointError, OutputError
+from llmcompressor.logger import show_runs_quietly
 from llmcompressor.reporting.compare import Comparison, compare_folders, comparison_page
 from llmcompressor.reporting.contents import contents_of
 from llmcompressor.reporting.report import write_page
@@ -42,6 +43,7 @@ def report(
         CheckpointError: a folder holds no checkpoint, or half of one.
         OutputError: the page cannot be written there.
     """
+    show_runs_quietly()
     folder = _folder("checkpoint", checkpoint)
     if reference is None:
         return _written(folder)
@@ -94,6 +96,7 @@ def compare(
         CheckpointError: a folder holds no checkpoint, or half of one.
         OutputError: the page cannot be written.
     """
+    show_runs_quietly()
     folders = _folder("first", first), _folder("second", second)
     original = None if reference is None else _folder("reference", reference)
     page = path("output", output)

@@ -59,7 +59,7 @@ from llmcompressor.entrypoints.oneshot import oneshot
 from llmcompressor.entrypoints.training_run import check_teacher, load_maybe_quantized, run_training
 from llmcompressor.entrypoints.training_task import NOT_OF_TRAINING, Training
 from llmcompressor.errors import ArgumentError, InputError, OutputError, RecipeError
-from llmcompressor.logger import logger
+from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.metrics import LoggerManager
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
 from llmcompressor.modifiers.rotation.base import RotationModifier
@@ -338,6 +338,7 @@ def run_stages(
     A repeated call with the same recipe, arguments, model and data skips finished stages and
     resumes an interrupted one.
     """
+    show_runs_quietly()
     if as_path("output_dir", output_dir) is None:
         raise ArgumentError(
             "The argument 'output_dir' cannot be None: each stage is written for the next one.",

@@ -17,10 +17,10 @@ from llmcompressor.args.parsing import told_by_name
 from llmcompressor.entrypoints.oneshot import with_dataclass_signature
 from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import Training
-from llmcompressor.logger import logger
+from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.numerics.products import float32_by_default
+from llmcompressor.reporting.summary import told_run
 from llmcompressor.runtime.progress import join_names
-from llmcompressor.runtime.run_record import recording_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,6 +88,7 @@ def train(
             learning_rate=1e-5,
         )
     """
+    show_runs_quietly()
     given: dict[str, Any] = {
         "model": model,
         "recipe": recipe,
@@ -107,5 +108,5 @@ def train(
         rest = {name: value for name, value in given.items() if name not in {"stage", *staged}}
         place = "./output" if output_dir is None else output_dir
         return run_stages(output_dir=place, loggers=loggers, **rest)
-    with float32_by_default(), recording_run():
+    with float32_by_default(), told_run():
         return cast("PreTrainedModel", run_training(Training(output_dir, loggers, **given)))

@@ -61,6 +61,7 @@ from llmcompressor.modeling.sharded import (
     was_loaded_sharded,
 )
 from llmcompressor.reporting.report import write_run_page
+from llmcompressor.reporting.summary import tell_summary
 from llmcompressor.session.functions import run_session
 from llmcompressor.session.session import CompressionSession
 from llmcompressor.training import Trainer
@@ -399,8 +400,10 @@ class _Run:
 
     def _publish(self, folder: TrainingFolder) -> None:
         task = self.task
+        assert task.output_dir is not None
         folder.publish(replace=task.model_args.overwrite, keep_checkpoints=task.keeps_checkpoints)
         logger.info(f"Saved {task.output_dir}.")
+        tell_summary(task.output_dir)
 
     def _publish_finished(self, folder: TrainingFolder) -> Module:
         """Publish the output of a training that was killed after writing it, and load the model."""

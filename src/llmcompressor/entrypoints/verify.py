@@ -34,7 +34,7 @@ from llmcompressor.core.contract import Prediction
 from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.core.state import State
 from llmcompressor.errors import ArgumentError, CheckpointError, RecipeError
-from llmcompressor.logger import logger
+from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.stages import rename_duplicates
@@ -88,6 +88,7 @@ def verify(
         report = verify("./my-model-W4A16", reference="./my-model", serve="vllm", tp=4)
         print(report)
     """
+    show_runs_quietly()
     sizes = DEFAULT_TP if tp is None else (tp,) if isinstance(tp, int) else tuple(tp)
     deployment = Deployment(server=serve, tp=sizes, gpu=gpu, dtype=dtype)
     return verify_files(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
@@ -42,7 +43,7 @@ def write_run_page(folder: Path, source: Path | None) -> None:
     if not _is_wanted():
         return
     try:
-        data = {"name": _name_of(folder), **_as_data(run_record()), "before": _before(source)}
+        data = {"name": _name_of(folder), **data_of_run(run_record()), "before": _before(source)}
         text = page_of(folder, data)
     except Exception as error:  # of any kind: it must not discard the written files
         logger.error(f"No {PAGE_FILE} could be made: {error!r:.500}")
@@ -134,6 +135,7 @@ def page_of(
     ]
     before = data.get("before") or {}
     verdict = contents.report.get("verification") or {}
+    name = shlex.quote(data.get("name") or contents.folder.name)
     cards = [
         size_card({"before": before, "after": contents.sizes}, {"": contents}),
         *_errors(matrices),
@@ -142,14 +144,17 @@ def page_of(
         *_phases(data.get("phases") or {}),
         _findings(verdict),
         *_warnings(data.get("warnings") or [], contents.report.get("left_behind") or []),
-        _next(data.get("name") or contents.folder.name),
+        Card("next", "What next", code="\n".join(next_commands(name, verdict))),
         *_table_of(matrices),
     ]
     title = f"{contents.architecture}, compressed" if matrices else contents.architecture
-    return render(title, _subtitle(contents, data), _figures(contents, matrices, data), cards, data)
+    return render(
+        title, _subtitle(contents, data), figures_of(contents, matrices, data), cards, data
+    )
 
 
-def _as_data(record: RunRecord | None) -> dict[str, Any]:
+def data_of_run(record: RunRecord | None) -> dict[str, Any]:
+    """Return the versions, phases and warnings of a run as plain data."""
     if record is None:
         return {}
     versions = {name: version(name) for name in _VERSIONS}
@@ -162,11 +167,18 @@ def _subtitle(contents: Contents, data: Mapping[str, Any]) -> str:
     return f"{data.get('name') or contents.folder.name} {'· ' + made if made else ''}".strip()
 
 
-def _figures(
+def figures_of(
     contents: Contents,
     matrices: list[Matrix],
     data: Mapping[str, Any],
 ) -> list[Figure]:
+    """Return the figures that stand first on a page: size, errors, verdict, time, memory.
+
+    Args:
+        contents: what the checkpoint holds.
+        matrices: its quantized modules.
+        data: as for :func:`page_of`.
+    """
     found = [Figure("size", format_bytes(contents.bytes))]
     before = sum(one["bytes"] for one in (data.get("before") or {}).values())
     if before:
@@ -354,14 +366,20 @@ def _warnings(warnings: Iterable[str], left: Iterable[str]) -> list[Card]:
     return [Card("warnings", "Warnings", lines=lines, head=("",), rows=rows, wide=True)]
 
 
-def _next(name: str) -> Card:
-    return Card(
-        "next",
-        "What next",
-        code=f"vllm serve {name}\n"
-        f"llmcompressor evaluate {name} --reference ORIGINAL\n"
-        f"llmcompressor verify {name} --reference ORIGINAL --serve vllm",
-    )
+def next_commands(name: str, verdict: Mapping[str, Any]) -> list[str]:
+    """Return the commands to type after a run: how to serve the checkpoint, and how to measure it.
+
+    Args:
+        name: of the checkpoint.
+        verdict: what ``verify`` found; vLLM is left out where it would refuse the checkpoint.
+    """
+    findings = [one for one in verdict.get("findings") or [] if one.get("severity") == "error"]
+    if any(one.get("server") == "vllm" for one in findings):
+        serve, verify = [], ""
+    else:
+        serve, verify = [f"vllm serve {name}"], " --serve vllm"
+    rest = f"{name} --reference ORIGINAL"
+    return [*serve, f"llmcompressor evaluate {rest}", f"llmcompressor verify {rest}{verify}"]
 
 
 def _table_of(matrices: list[Matrix]) -> list[Card]:

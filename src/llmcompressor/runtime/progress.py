@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a long job: a bar on a terminal, otherwise an occasional log line.
+"""Progress of a long job: one line with a bar on a terminal, otherwise an occasional log line.
 
 ::
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -23,18 +23,23 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from tqdm import tqdm
 
-from llmcompressor.logger import is_quiet, logger
+from llmcompressor.logger import is_quiet, log_progress
 
 _LOG_EVERY_S = 10.0
+_LOG_EVERY_SHARE = 0.05
+"""Of the time elapsed: a job of hours does not log thousands of lines."""
 
-# The display already on screen: a job within a job adds a line to it instead of a second display.
-_shown: ContextVar[Progress | None] = ContextVar("llmcompressor_progress", default=None)
+# The line already on screen: a job within a job is told in its note.
+_shown: ContextVar[tuple[Progress, TaskID] | None] = ContextVar(
+    "llmcompressor_progress", default=None
+)
 
 
 class Advance(Protocol):
@@ -45,7 +50,7 @@ class Advance(Protocol):
 
 
 class _LogLines:
-    """Progress without a terminal: at most one log line every ten seconds."""
+    """Progress without a terminal: a log line every ten seconds, in long jobs less often."""
 
     def __init__(self, total: int, description: str, clock: Callable[[], float]) -> None:
         self._total = total
@@ -59,20 +64,17 @@ class _LogLines:
         self._done += by
         self._note = self._note if note is None else note
         now = self._clock()
-        if now - self._last < _LOG_EVERY_S:
+        elapsed = now - self._start
+        if now - self._last < max(_LOG_EVERY_S, _LOG_EVERY_SHARE * elapsed):
             return
         self._last = now
-        elapsed = now - self._start
         known = 0 < self._done <= self._total
         left = elapsed / self._done * (self._total - self._done) if known else None
-        logger.info(
-            "{}: {}/{}{}, {} elapsed, {} left",
-            self._description,
-            self._done,
-            self._total,
-            f" ({self._note})" if self._note else "",
-            _minutes(elapsed),
-            "?" if left is None else _minutes(left),
+        note = f" ({self._note})" if self._note else ""
+        rest = "?" if left is None else _minutes(left)
+        log_progress(
+            f"{self._description}: {self._done}/{self._total}{note}, "
+            f"{_minutes(elapsed)} elapsed, {rest} left"
         )
 
 
@@ -99,33 +101,48 @@ def progress(
     seconds. Yields ``advance(by=1, note=None)``, which counts ``by`` steps as done and shows
     ``note``, usually the name of the current module.
     """
-    display = _shown.get()
+    outer = _shown.get()
     terminal = Console(stderr=True).is_terminal if terminal is None else terminal
-    if is_quiet() or (display is None and not terminal):
+    if is_quiet() or (outer is None and not terminal):
         yield _LogLines(total, description, clock)  # which are not shown if quiet
-        return
-    with ExitStack() as stack:
-        if display is None:
-            columns = (
-                *(TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()),
-                *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
-                TextColumn("[dim]{task.fields[note]}"),
-            )
-            shown = Progress(*columns, console=Console(stderr=True), transient=True)
-            display = stack.enter_context(shown)
-            _shown.set(display)
-            stack.callback(_shown.set, None)
-            line = display.add_task(description, total=total, note="")  # shown to the end
-        else:
+    elif outer is not None:
+        yield _in_note(*outer, total, description)
+    else:
+        columns = (
+            *(TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()),
+            *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
+            TextColumn("[dim]{task.fields[note]}"),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as display:
             line = display.add_task(description, total=total, note="")
-            stack.callback(display.remove_task, line)
+            token = _shown.set((display, line))
+            try:
+                yield _on_line(display, line)
+            finally:
+                _shown.reset(token)
 
-        def advance(by: int = 1, note: str | None = None) -> None:
-            if note is not None:
-                display.update(line, note=note)
-            display.advance(line, by)
 
-        yield advance
+def _on_line(display: Progress, line: TaskID) -> Advance:
+    """Return the callable of the job that has the line."""
+
+    def advance(by: int = 1, note: str | None = None) -> None:
+        if note is not None:
+            display.update(line, note=note)
+        display.advance(line, by)
+
+    return advance
+
+
+def _in_note(display: Progress, line: TaskID, total: int, description: str) -> Advance:
+    """Return the callable of a job within the one that has the line."""
+    done = 0
+
+    def advance(by: int = 1, note: str | None = None) -> None:
+        nonlocal done
+        done += by
+        display.update(line, note=f"{description} {done}/{total} {note or ''}".rstrip())
+
+    return advance
 
 
 @contextmanager

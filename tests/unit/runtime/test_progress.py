@@ -51,20 +51,28 @@ def test_on_a_terminal_there_is_a_bar_with_the_module(screen: io.StringIO) -> No
         assert part in screen.getvalue()
 
 
-def test_a_job_within_a_job_shares_the_display(screen: io.StringIO) -> None:
+def test_a_job_within_a_job_is_told_on_its_line(screen: io.StringIO) -> None:
     with progress(2, "Outer") as outer:
         with progress(5, "Inner") as inner:
-            inner(3, note="q_proj")
             outer(1)
-            display = page._shown.get()
-            assert display is not None
-            display.refresh()
-            during = screen.getvalue()
-        display.refresh()
-    for part in ("Outer", "Inner", "3/5", "1/2"):
-        assert part in during
-    assert "Inner" not in screen.getvalue()[len(during) :]
+            inner(3, note="q_proj")
+            shown = page._shown.get()
+            assert shown is not None
+            shown[0].refresh()
+        assert len(shown[0].tasks) == 1
+    last = [line for line in screen.getvalue().splitlines() if "Outer" in line][-1]
+    for part in ("Outer", "1/2", "Inner 3/5 q_proj", "left"):
+        assert part in last
     assert page._shown.get() is None
+
+
+def test_a_long_job_tells_of_itself_less_often(lines: list[str]) -> None:
+    now = [0.0]
+    with progress(10_000, "Compressing", terminal=False, clock=lambda: now[0]) as advance:
+        for _ in range(10_000):
+            now[0] += 10.0
+            advance()
+    assert 100 < len(lines) < 200
 
 
 def test_an_error_takes_the_display_down(screen: io.StringIO) -> None:
