@@ -79,7 +79,7 @@ def trained(name: str, steps: int):
     """The model after so many steps of ``BATCH`` windows each; warm-up, then a cosine."""
     import torch  # noqa: PLC0415
 
-    from llmcompressor.evaluation.stdlib_text import calibration_texts  # noqa: PLC0415
+    from llmcompressor.datasets.stdlib_text import calibration_texts  # noqa: PLC0415
 
     model = untrained(name).train()
     tokens = torch.tensor(windows(calibration_texts()))

@@ -27,7 +27,7 @@ def windows(texts: Sequence[str]) -> list[list[int]]:
 
 def held_out_file() -> Path:
     """JSON file with the windows of the modules that the model was not trained on."""
-    from llmcompressor.evaluation.stdlib_text import held_out_texts  # noqa: PLC0415
+    from llmcompressor.datasets.stdlib_text import held_out_texts  # noqa: PLC0415
 
     return _write("pico-held-out", windows(held_out_texts()))
 
@@ -39,7 +39,7 @@ def calibration_files(seeds: Sequence[int], samples: int) -> dict[int, Path]:
         seeds: What the draws depend on.
         samples: Windows per draw.
     """
-    from llmcompressor.evaluation.stdlib_text import calibration_texts  # noqa: PLC0415
+    from llmcompressor.datasets.stdlib_text import calibration_texts  # noqa: PLC0415
 
     every = windows(calibration_texts())
     return {

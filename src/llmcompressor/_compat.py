@@ -46,6 +46,11 @@ datasets.utils
     from llmcompressor.datasets.collate import DataCollatorWithTruncation
     from llmcompressor.datasets.sampling import LengthAwareSampler
 
+evaluation.stdlib_text
+    from llmcompressor.datasets.stdlib_text import SourceFile, calibration_passages
+    from llmcompressor.datasets.stdlib_text import calibration_texts, held_out_texts
+    from llmcompressor.datasets.stdlib_text import is_held_out, source_files
+
 modeling.call_order
     from llmcompressor.modeling.call_graph import first_tensor
 modeling.deepseekv32, modeling.granite4, modeling.kimi_k3, modeling.moe, modeling.patch

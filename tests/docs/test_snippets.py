@@ -33,7 +33,7 @@ from llmcompressor.cli import main
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets import rows as dataset_table
 from llmcompressor.datasets.rows import DATASETS
-from llmcompressor.evaluation.stdlib_text import calibration_passages
+from llmcompressor.datasets.stdlib_text import calibration_passages
 from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
 from llmcompressor.modifiers.gptq import GPTQModifier

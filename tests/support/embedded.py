@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llmcompressor.datasets.stdlib_text import calibration_passages, held_out_texts
 from llmcompressor.evaluation.sources import cut_windows, sample_windows, tokenize
-from llmcompressor.evaluation.stdlib_text import calibration_passages, held_out_texts
 
 TOKENS = 256
 

@@ -19,13 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmcompressor.checkpoint.atomic_output import check_path_argument
+from llmcompressor.datasets.stdlib_text import calibration_passages, held_out_texts
 from llmcompressor.entrypoints.oneshot import oneshot
 from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.evaluation import reader
 from llmcompressor.evaluation.measure import PeakMemory, compare
 from llmcompressor.evaluation.metrics import Report
 from llmcompressor.evaluation.sources import cut_windows, sample_windows, tokenize
-from llmcompressor.evaluation.stdlib_text import calibration_passages, held_out_texts
 from llmcompressor.runtime.progress import hide_tqdm_bars
 from llmcompressor.utils import dispatch_for_generation
 

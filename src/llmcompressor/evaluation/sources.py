@@ -16,6 +16,7 @@ from llmcompressor.datasets import Source, open_source
 from llmcompressor.datasets.files import KINDS, kind_of
 from llmcompressor.datasets.rows import Rows
 from llmcompressor.datasets.samples import errors_naming, from_tokenized
+from llmcompressor.datasets.stdlib_text import held_out_texts
 from llmcompressor.datasets.text import (
     ChatRenderer,
     NoTokenizerError,
@@ -24,7 +25,6 @@ from llmcompressor.datasets.text import (
 )
 from llmcompressor.datasets.tokenize import automatic_bos, tokenizer_of
 from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
-from llmcompressor.evaluation.stdlib_text import held_out_texts
 
 # --------------------
 # Windows of token ids cut from a text, and padded batches of them.

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmcompressor import oneshot
 from llmcompressor.core.modifier import Modifier
-from llmcompressor.evaluation.stdlib_text import held_out_texts
+from llmcompressor.datasets.stdlib_text import held_out_texts
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
 

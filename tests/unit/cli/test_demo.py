@@ -10,8 +10,8 @@ import pytest
 
 from llmcompressor.cli import demo as page
 from llmcompressor.cli.demo import DemoResult
+from llmcompressor.datasets.stdlib_text import held_out_texts
 from llmcompressor.errors import OutputError
-from llmcompressor.evaluation.stdlib_text import held_out_texts
 
 
 @pytest.fixture(scope="module")

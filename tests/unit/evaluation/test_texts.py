@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmcompressor.datasets import stdlib_text
 from llmcompressor.errors import ArgumentError, DatasetError
-from llmcompressor.evaluation import stdlib_text
 from llmcompressor.evaluation.sources import cut_windows, padded_batches, sample_windows
 
 EXCLUDED = {"site-packages", "idlelib", "lib2to3", "test", "ensurepip", "turtledemo", "encodings"}

@@ -16,8 +16,8 @@ import torch
 from tests.support import mixtures
 
 from llmcompressor import compare, evaluate, model_free_ptq, oneshot, report
+from llmcompressor.datasets.stdlib_text import calibration_passages
 from llmcompressor.errors import ArgumentError, CheckpointError
-from llmcompressor.evaluation.stdlib_text import calibration_passages
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.reporting.cards import depth_chart
