@@ -32,6 +32,7 @@ from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.cli import main
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets import rows as dataset_table
+from llmcompressor.datasets.default_mix import ORDER, PARTS
 from llmcompressor.datasets.rows import DATASETS
 from llmcompressor.datasets.stdlib_text import calibration_passages
 from llmcompressor.modifiers.autoround import AutoRoundModifier
@@ -127,6 +128,7 @@ def workplace(tmp_path: Path, calibration_text: str, monkeypatch: pytest.MonkeyP
     """A folder with data; registries and the log are as before afterwards."""
     (tmp_path / "calibration.jsonl").write_text(calibration_text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")  # dataset="default" is of this machine
     monkeypatch.setattr("llmcompressor.logger.configure_logger", lambda *_: None)
     monkeypatch.setattr("llmcompressor.planning.workload._SECONDS", 0.01)  # of a measurement
     for registry in (DATASETS, OBSERVERS, PIPELINES):
@@ -326,6 +328,14 @@ def test_dependencies_are_those_that_are_installed() -> None:
 def test_data_sets_are_those_of_the_table() -> None:
     told = {row[0] for row in table_rows(DOCS / "data.md", "## Named data sets")}
     assert told == set(DATASETS)
+
+
+def test_the_default_mix_is_that_of_the_table() -> None:
+    told = {row[0]: row[1:] for row in table_rows(DOCS / "data.md", "## The default mix")}
+    assert told.keys() == PARTS.keys()
+    for name, (share, source, terms) in told.items():
+        assert (int(share), terms) == (ORDER.count(name), PARTS[name].license)
+        assert source.startswith(PARTS[name].hub_id)
 
 
 def test_arguments_named_in_the_data_page_exist() -> None:

@@ -108,7 +108,7 @@ class DatasetArguments(CheckedFields):
     """The calibration or training data, and the settings for running the model over it."""
 
     dataset: Named = argument(
-        "The data: a registered name, a name on the hub, a path, or the data itself.",
+        "The data: default (a mix), another name, one on the hub, a path, or the data itself.",
         optional(_dataset),
     )
     dataset_config_name: str | None = argument(

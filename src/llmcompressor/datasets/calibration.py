@@ -19,16 +19,17 @@ from llmcompressor.datasets.collate import (
     TruncationCollator,
     check_placeholders_kept,
 )
+from llmcompressor.datasets.fit import warn_of_misfit
 from llmcompressor.datasets.media import placeholder_ids
 from llmcompressor.datasets.rows import Stream
-from llmcompressor.datasets.samples import Sample
+from llmcompressor.datasets.samples import Sample, text_tokens
 from llmcompressor.datasets.sampling import (
     StreamedSamples,
     own_sample_count,
     own_samples,
     prepare_samples,
 )
-from llmcompressor.datasets.source import Source, is_loader, open_source
+from llmcompressor.datasets.source import GOOD_CHOICES, Source, is_loader, open_source
 from llmcompressor.datasets.tokenize import (
     ModelFacts,
     Preparation,
@@ -40,6 +41,7 @@ from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.registry import resolve
+from llmcompressor.runtime.run_record import run_record
 
 _LARGE_BATCH = 16
 _PREPARING = (
@@ -100,16 +102,21 @@ def load_calibration(
     is_stream = isinstance(source.rows, Stream)
     if processes is not None and not isinstance(source.rows, Stream):
         wanted = own_sample_count(source.rows, wanted, processes)
+    preparation = Preparation.of(source, args, processor, **model)
     samples = prepare_samples(
         source.rows,
-        Preparation.of(source, args, processor, **model),
+        preparation,
         wanted=wanted,
         shuffle=args.shuffle_calibration_samples,
         seed=args.seed,
         distributed=processes is None,
     )
+    is_mix = getattr(source.owner, "is_mix", False)
+    warn_of_misfit(text_tokens(samples), preparation, is_mix=is_mix)
     if processes is not None and is_stream:
         samples = own_samples(samples, wanted, processes)
+    if (record := run_record()) is not None:
+        record.data = f"{source.name}, {len(samples)} samples"
     if isinstance(collator, TruncationCollator):
         placeholders |= placeholder_ids(processor, tokenizer_of(processor))
         check_placeholders_kept(samples, args.batch_size, collator.max_length, placeholders)
@@ -141,7 +148,7 @@ def load_training(
     """
     source = source or open_source(args, "train", processor=processor)
     if source is None:
-        raise DatasetError("Training needs data.", "Give dataset or dataset_path.")
+        raise DatasetError("Training needs data, and no dataset was given.", GOOD_CHOICES)
     preparation = Preparation.of(source, args, processor, for_training=True, **model)
     if isinstance(source.rows, Stream) and args.max_train_samples is None:
         return StreamedSamples(source.rows, preparation)

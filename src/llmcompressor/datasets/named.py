@@ -57,6 +57,9 @@ class TextGenerationDataset:
     data_files: ClassVar[Mapping[str, str] | None] = None
     """Only these files, where the user names no configuration."""
 
+    is_mix: ClassVar[bool] = False
+    """Its rows are of several kinds on purpose: nobody is warned that they do not fit."""
+
     def __init__(
         self, dataset_args: DatasetArguments, split: str | None = None, processor: Any = None
     ) -> None:

@@ -280,6 +280,7 @@ DATASETS = LazyRegistry(
     {
         "c4": f"{_NAMED}:C4",
         "cnn_dailymail": f"{_NAMED}:CNNDailyMail",
+        "default": "llmcompressor.datasets.default_mix:DefaultMix",
         "evolcodealpaca": f"{_NAMED}:EvolCodeAlpaca",
         "flickr30k": f"{_NAMED}:Flickr30k",
         "gsm8k": f"{_NAMED}:GSM8K",

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
@@ -251,6 +252,16 @@ def num_tokens(sample: Mapping[str, Any]) -> int | None:
         return None
     ids, mask = token_list(sample["input_ids"]), token_list(sample.get("attention_mask"))
     return len(ids or []) if mask is None else sum(mask)
+
+
+def text_tokens(samples: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    """Token ids of the samples that are text and nothing else, without padding."""
+    found = []
+    for sample in samples:
+        if "input_ids" in sample and sample.keys() <= SEQUENCES:
+            ids, mask = token_list(sample["input_ids"]), token_list(sample.get("attention_mask"))
+            found.append((ids or []) if mask is None else list(compress(ids or [], mask)))
+    return found
 
 
 def add_labels(sample: Sample, prompt: Sequence[int]) -> Sample:

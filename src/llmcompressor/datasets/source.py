@@ -29,6 +29,14 @@ KIND_NAMES: Mapping[str, str | None] = {
 _WHERE = ("dataset_path", "dataset_config_name", "raw_kwargs", "streaming")
 """Arguments that say where data is, and how to read it."""
 
+GOOD_CHOICES = (
+    'Give one of these: dataset="default" (--dataset default), a mix of text, conversations, code '
+    'and languages; one data set of the hub, such as dataset="ultrachat_200k" (--dataset '
+    'ultrachat_200k); or texts of your own, as dataset=["...", "..."] or as a file or folder, '
+    'dataset="texts.jsonl" (--dataset texts.jsonl).'
+)
+"""What to do where there is no data."""
+
 _LONGEST_SHOWN = 300
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")

@@ -184,6 +184,12 @@ class ChatRenderer:
         inner = getattr(self._processor, "tokenizer", None) or self._processor
         return str(getattr(inner, "eos_token", None) or "")
 
+    @property
+    def has_template(self) -> bool:
+        """True if the processor has a chat template of its own."""
+        inner = getattr(self._processor, "tokenizer", None)
+        return any(getattr(one, "chat_template", None) for one in (self._processor, inner))
+
     def __call__(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -343,7 +343,10 @@ class SampleMaker:
                 )
             )
         if wanted is not None and samples < wanted:
-            logger.warning(f"{name}: {wanted} samples were asked for, there are only {samples}.")
+            logger.warning(
+                f"{name}: {wanted} samples were asked for, there are only {samples}. Give more "
+                "data, or a smaller number."
+            )
 
     def _is_tokenized(self, row: Row) -> bool:
         """Return True if a row is tokenized already."""

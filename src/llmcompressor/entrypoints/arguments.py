@@ -36,10 +36,11 @@ from llmcompressor.checkpoint.journal import resumable_fingerprint
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.side_files import load_processor
 from llmcompressor.checkpoint.source import SourceInfo, local_directory
+from llmcompressor.core.contract import DataUse
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets import rows
 from llmcompressor.datasets.calibration import load_calibration
-from llmcompressor.datasets.source import Source, check_data_exists, open_source
+from llmcompressor.datasets.source import GOOD_CHOICES, Source, check_data_exists, open_source
 from llmcompressor.datasets.text import NoTokenizerError, moment
 from llmcompressor.entrypoints.fingerprints import values_fingerprint
 from llmcompressor.errors import ArgumentError, DatasetError, OutputError, RecipeError, TargetError
@@ -520,6 +521,12 @@ _WITHOUT_EFFECT = {
 }
 """Arguments that scripts give, and why nothing comes of them."""
 _WITHOUT_DATA = "QuantizationModifier needs none with a scheme such as FP8_DYNAMIC."
+_USES = {
+    DataUse.STREAM: "it measures what goes through the layers while the model reads",
+    DataUse.SURVEY_FIRST: "it measures what goes through all layers while the model reads",
+    DataUse.LEARN_FIRST: "it learns from what the model computes while it reads",
+}
+"""Why a technique needs data."""
 
 
 class Job(Task):
@@ -578,8 +585,9 @@ class Job(Task):
         needing = self.needing_data
         if needing and not self.has_data:
             raise DatasetError(
-                f"{type(needing[0]).__name__} needs calibration data, and no dataset was given.",
-                f"Pass dataset=...; {_WITHOUT_DATA}",
+                f"{type(needing[0]).__name__} needs calibration data, and no dataset was given: "
+                f"{_USES[needing[0].traits.data]}.",
+                f"{GOOD_CHOICES} {_WITHOUT_DATA}",
             )
         if self.has_data and self.recipe.modifiers and not self._reads_data:
             check_data_exists(self.dataset_args)

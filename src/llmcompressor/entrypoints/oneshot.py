@@ -149,8 +149,8 @@ def oneshot(
     Args:
         model: a folder, the id of a model on the hub, or a loaded transformers model.
         recipe: modifiers, a recipe file or its text, in any form that ``Recipe`` reads.
-        dataset: calibration data: a registered name, a file or folder, a ``Dataset``, a
-            ``DataLoader``, or a list of strings.
+        dataset: calibration data: ``"default"`` for a mix that suits most models, a registered
+            name, a file or folder, a ``Dataset``, a ``DataLoader``, or a list of strings.
         output_dir: folder for the compressed checkpoint; nothing is written without it.
         log_dir: write a log file into this folder; the environment variable
             ``LLM_COMPRESSOR_LOG_FILE`` names a file instead.

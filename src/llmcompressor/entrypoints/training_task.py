@@ -29,7 +29,13 @@ from llmcompressor.checkpoint.source import inspect_source
 from llmcompressor.datasets import rows as table
 from llmcompressor.datasets.calibration import load_training, make_collator
 from llmcompressor.datasets.rows import Stream
-from llmcompressor.datasets.source import Source, is_loader, open_source, parse_split
+from llmcompressor.datasets.source import (
+    GOOD_CHOICES,
+    Source,
+    is_loader,
+    open_source,
+    parse_split,
+)
 from llmcompressor.entrypoints.arguments import Task, data_limits
 from llmcompressor.entrypoints.fingerprints import (
     data_fingerprint,
@@ -93,7 +99,7 @@ class TrainingData:
 
     def __init__(self, args: DatasetArguments, *, evaluates: bool) -> None:
         if args.dataset is None and args.dataset_path is None:
-            raise DatasetError("Training needs data, and no dataset was given.", "Pass dataset=...")
+            raise DatasetError("Training needs data, and no dataset was given.", GOOD_CHOICES)
         if is_loader(args.dataset):
             raise DatasetError(
                 "The dataset is a DataLoader, and training makes its own batches.",

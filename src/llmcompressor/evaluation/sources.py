@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import Source, open_source
+from llmcompressor.datasets import rows as table
 from llmcompressor.datasets.files import KINDS, kind_of
 from llmcompressor.datasets.rows import Rows
 from llmcompressor.datasets.samples import errors_naming, from_tokenized
@@ -122,6 +123,11 @@ def tokenized_documents(
         if path.exists():
             _refuse_config_and_split(f"The data {path}", config_name, None)
         source = str(source)
+        if getattr(table.find(source), "is_mix", False):
+            raise ArgumentError(
+                f"dataset={source!r} is a mix to calibrate with, which has no end.",
+                "Evaluate on another text, which the model was not calibrated with.",
+            )
     args = DatasetArguments(
         dataset=source, dataset_config_name=config_name, splits=split, text_column=text_column
     )

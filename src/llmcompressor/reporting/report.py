@@ -159,12 +159,19 @@ def data_of_run(record: RunRecord | None) -> dict[str, Any]:
         return {}
     versions = {name: version(name) for name in _VERSIONS}
     phases = {name: asdict(one) for name, one in record.phases.items()}
-    return {"versions": versions, "phases": phases, "warnings": list(record.warnings)}
+    return {
+        "versions": versions,
+        "phases": phases,
+        "warnings": list(record.warnings),
+        "data": record.data,
+    }
 
 
 def _subtitle(contents: Contents, data: Mapping[str, Any]) -> str:
     made = ", ".join(f"{name} {one}" for name, one in (data.get("versions") or {}).items())
-    return f"{data.get('name') or contents.folder.name} {'· ' + made if made else ''}".strip()
+    used = data.get("data")
+    told = (data.get("name") or contents.folder.name, made, used and f"calibrated with: {used}")
+    return " · ".join(filter(None, told))
 
 
 def figures_of(

@@ -49,10 +49,17 @@ class Phase:
 
 @dataclass
 class RunRecord:
-    """The phases of a run by name, in the order in which they began, and what was warned of."""
+    """The record of a run.
+
+    Attributes:
+        phases: by name, in the order in which they began.
+        warnings: what was warned of.
+        data: what it was calibrated with, and how many samples; empty without any.
+    """
 
     phases: dict[str, Phase] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    data: str = ""
 
     def warn(self, message: str) -> None:
         """Keep a warning, each once, and no more than a page has room for."""

@@ -60,7 +60,7 @@ def test_a_loader_repeats_and_leaves_the_global_generator_alone():
 
 
 def test_none_means_all(batches, logged):
-    assert len(batches(ROWS, num_calibration_samples=None)) == 100
+    assert len(batches(ROWS, num_calibration_samples=None, max_seq_length=16)) == 100
     assert not logged
 
 
@@ -122,7 +122,7 @@ class TestRanks:
         ranks(1, 2, same=False)
         own = ROWS[50:60]
         options = {"num_calibration_samples": 20, "shuffle_calibration_samples": False}
-        assert first_ids(batches(own, **options)) == list(range(50, 60))
+        assert first_ids(batches(own, **options, max_seq_length=16)) == list(range(50, 60))
         assert not logged
 
     def test_a_stream_is_dealt_out(self, ranks, batches):
