@@ -42,8 +42,8 @@ ROWS = {row[1]: row for row in rows()}
 """Model → recipe, model, scheme, GB before and after, devices."""
 
 
-def planned(model: str, *, blocks: int | None = None, devices: int | None = None) -> Plan:
-    """The plan for a model without weights, of so many blocks."""
+def hollow(model: str, blocks: int | None = None) -> Any:
+    """A model without weights, of so many blocks."""
     settings = json.loads((CONFIGURATIONS / f"{model}.json").read_text(encoding="utf-8"))
     text = settings.get("text_config", settings)
     if blocks is not None:
@@ -52,10 +52,14 @@ def planned(model: str, *, blocks: int | None = None, devices: int | None = None
             text["layer_types"] = text["layer_types"][2 : blocks + 2]  # both kinds are there
     kind: Any = getattr(transformers, settings["architectures"][0])
     with torch.device("meta"):
-        hollow = kind._from_config(AutoConfig.for_model(**settings), dtype=torch.bfloat16)
-    hollow.tie_weights()
+        made = kind._from_config(AutoConfig.for_model(**settings), dtype=torch.bfloat16)
+    made.tie_weights()
+    return made
+
+
+def planned(model: str, *, blocks: int | None = None, devices: int | None = None) -> Plan:
     recipe = RECIPES / f"{ROWS[model][0]}.yaml"
-    return plan(hollow, recipe, TOKENS, measure=False, serve="vllm", tp=devices)
+    return plan(hollow(model, blocks), recipe, TOKENS, measure=False, serve="vllm", tp=devices)
 
 
 def check_selection(recipe: str, found: Plan) -> None:
@@ -109,3 +113,42 @@ def test_every_recipe_is_on_the_page_and_gives_its_reasons() -> None:
         left_out = [line for line in lines if line.lstrip().startswith("- ")]
         assert left_out
         assert [line for line in left_out if " # " not in line] == [], path.name
+
+
+SIZED = dict(
+    re.findall(
+        r"\(([\w]+)\.py\) \|[^|]*\| ([\d.]+ → [\d.]+) \|$",
+        (ROOT / "examples" / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+)
+"""Script → GB before and after, of the model that it names."""
+
+
+TRIED_OUT = {"awq", "kv_cache", "moe", "rotations", "w8a8_smoothquant"}
+"""Scripts whose plan runs a block or takes experts apart: seconds at the real size."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in TRIED_OUT)) for one in SIZED]
+)
+def test_sizes_of_a_script_are_those_of_its_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("llmcompressor.oneshot", lambda **arguments: given.update(arguments))
+    exec((ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8"), {})
+    model = hollow(given["model"].partition("/")[2])
+    found = plan(model, given["recipe"], TOKENS, measure=False, serve="vllm")
+    assert found.ok, str(found)
+    assert found.sizes is not None
+    sizes = found.sizes.source / 1e9, found.sizes.weights / 1e9
+    assert "{:.1f} → {:.1f}".format(*sizes) == SIZED[name]
+
+
+def test_every_script_of_a_known_model_has_its_size() -> None:
+    known = "|".join(map(re.escape, ROWS))
+    for path in (ROOT / "examples").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        is_known = re.search(rf'^MODEL = "[\w-]+/(?:{known})"$', text, re.MULTILINE)
+        assert bool(is_known and "oneshot(" in text) is (path.stem in SIZED), path.name

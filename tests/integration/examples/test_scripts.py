@@ -220,7 +220,7 @@ def weights_of_blocks(model: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_says_whom_it_serves_and_names_its_model_once(name: str) -> None:
+def test_a_script_says_whom_it_serves(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     tree = ast.parse(text)
     told = ast.get_docstring(tree) or ""
