@@ -227,6 +227,7 @@ STEPS = {
     "write_checkpoint": "_save_checkpoint",
     "write_rng_state": "_save_rng_state",
     "checkpoints_folder": "_get_output_dir",
+    "prepare_inputs": "_prepare_inputs",
 }
 """Public name → the private method of a trainer that is a step of a training."""
 Kind = TypeVar("Kind", bound=type)

@@ -33,6 +33,8 @@ FILL: Mapping[str, int] = {"labels": IGNORED_LABEL}
 _MASKS = frozenset({"attention_mask", "decoder_attention_mask", "loss_mask"})
 _PLACES = ("mm_token_type_ids", "position_ids", "token_type_ids")
 _TOKENS = ("input_ids", "decoder_input_ids", "labels")
+_DIMS_OF_EMBEDS = 3
+"""Those of ``inputs_embeds``: a batch of one, steps, and numbers of each."""
 SEQUENCES = _MASKS.union(_PLACES, _TOKENS)
 """Inputs with one integer per token."""
 
@@ -171,18 +173,21 @@ def _float_mask(value: Any, name: str) -> list[int] | None:
 
 def _with_mask(sample: Sample, *, decodes: bool) -> Sample:
     """Add a mask of ones where there is none, and compare the lengths of all sequences."""
-    ids = sample.get("input_ids")
-    if ids is None:
-        return sample
+    main = "input_ids" if "input_ids" in sample else "inputs_embeds"
+    ids: Any = sample.get(main)
+    if main == "inputs_embeds":
+        if not isinstance(ids, torch.Tensor) or ids.ndim != _DIMS_OF_EMBEDS:
+            return sample
+        ids = ids[0]
     beside = _PLACES if decodes else (*_PLACES, "labels")  # else labels are the decoder's
-    by_token = [name for name in beside if isinstance(sample.get(name), list)]
-    for name in ("attention_mask", "loss_mask", *by_token):
-        if name in sample and len(sample[name]) != len(ids):
+    for name in ("attention_mask", "loss_mask", *beside):
+        if isinstance(sample.get(name), list) and len(sample[name]) != len(ids):
             raise DatasetError(
-                f"has {len(ids)} input_ids, but {len(sample[name])} in {name}.",
+                f"has {len(ids)} {main}, but {len(sample[name])} in {name}.",
                 "Give as many of both.",
             )
-    sample.setdefault("attention_mask", [1] * len(ids))
+    if main == "input_ids":
+        sample.setdefault("attention_mask", [1] * len(ids))
     return sample
 
 

@@ -135,9 +135,15 @@ def moment() -> datetime:
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
     if (kept := _moment.get()) is not None:
         return kept
-    if epoch.isdigit():
+    if not epoch:
+        return datetime.now().replace(microsecond=0)
+    try:
         return datetime.fromtimestamp(int(epoch), UTC).replace(tzinfo=None)
-    return datetime.now().replace(microsecond=0)
+    except (ValueError, OverflowError, OSError):
+        raise DatasetError(
+            f"The environment variable SOURCE_DATE_EPOCH is {epoch!r}, and no time in seconds.",
+            "Set it to seconds since 1970, such as 1700000000, or unset it.",
+        ) from None
 
 
 @contextmanager
@@ -336,6 +342,8 @@ def _render(owner: Any, messages: list[Any], options: Mapping[str, Any]) -> str:
 # Row preprocessing: the user's function or a template, then rendering to a column ``text``.
 
 _CHATS = ("messages", "conversations")
+_PARTS = frozenset({"chosen", "completion", "completions", "prompt", "rejected"})
+"""Columns of which none alone is what a model is trained or run on."""
 
 
 def load_function(given: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -514,7 +522,10 @@ class RowPreparer:
             if isinstance(name, str) and (isinstance(value, str) or is_chat(value))
         )
         remedy = "Make text or input_ids of them with a preprocessing_func."
-        if len(texts) == 1:
+        if _PARTS.intersection(texts) and len(_PARTS & row.keys()) > 1:
+            remedy = "Leave out rows without an answer, or make one text of prompt and answers in a"
+            remedy += " preprocessing_func."
+        elif len(texts) == 1:
             remedy = f"Name the column of the text: text_column={texts[0]!r}."
         elif texts:
             remedy = (

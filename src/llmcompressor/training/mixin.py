@@ -20,9 +20,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_l
 
 from llmcompressor.checkpoint.names import drop_dequantizing_conversions
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained
+from llmcompressor.datasets.samples import MAIN_INPUTS
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import BaseLogger, LoggerManager
+from llmcompressor.modeling.call_graph import model_dtype
 from llmcompressor.modeling.patches import modules_with_adapters
 from llmcompressor.modeling.sharded import was_loaded_sharded
 from llmcompressor.recipe import Recipe
@@ -308,6 +310,21 @@ class SessionManagerMixIn(_Base):
         trainer_step(super(), "choose_columns")()
         model: Any = self.model
         keep_columns(self, inspect.signature(model.forward).parameters)
+
+    def prepare_inputs(self, inputs: Any) -> Any:
+        """Give the model embeddings, sounds and pictures in its own dtype, as calibration does.
+
+        In mixed precision autocast does so.
+        """
+        prepared = trainer_step(super(), "prepare_inputs")(inputs)
+        if self.args.bf16 or self.args.fp16 or not isinstance(prepared, dict):
+            return prepared
+        model: Any = self.model
+        dtype = model_dtype(model)
+        for name in MAIN_INPUTS & prepared.keys():
+            if isinstance(value := prepared[name], Tensor) and value.is_floating_point():
+                prepared[name] = value.to(dtype)
+        return prepared
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Override to count the tokens of the step."""

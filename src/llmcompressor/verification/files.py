@@ -232,7 +232,8 @@ def _header(files: Files, path: Path) -> dict[str, Place]:
             return {}
         text = stream.read(length)
     try:
-        raw = parse_json(text)
+        raw = parse_json(text.decode())  # UTF-8 alone, and no mark of a byte order
+        _check_notes(raw.get("__metadata__"))
         entries = {name: raw[name] for name in raw if name != "__metadata__"}
         places = {name: _place(path, 8 + length, entry) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -244,10 +245,25 @@ def _header(files: Files, path: Path) -> dict[str, Place]:
     return places
 
 
+def _check_notes(notes: Any) -> None:
+    """Refuse what a header holds beside tensors, if it is no map of texts."""
+    if notes is None:
+        return
+    if not isinstance(notes, dict) or not all(isinstance(text, str) for text in notes.values()):
+        raise ValueError("its __metadata__ is no map of texts")
+
+
 def _place(path: Path, base: int, entry: Any) -> Place:
-    first, last = (int(offset) for offset in entry["data_offsets"])
-    shape = tuple(int(size) for size in entry["shape"])
+    first, last = (_natural(offset) for offset in entry["data_offsets"])
+    shape = tuple(_natural(size) for size in entry["shape"])
     return Place(path, base + first, last - first, TensorInfo(str(entry["dtype"]), shape))
+
+
+def _natural(number: Any) -> int:
+    """A size or an offset: readers take whole numbers from zero on, and no other spelling."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no size or offset")
+    return number
 
 
 def _check_places(
@@ -294,7 +310,10 @@ def _by_index(files: Files, headers: Mapping[str, Mapping[str, Place]]) -> None:
             files.say("F5", name, f"The index places it in {file}, which does not hold it.")
     files.places = _chosen(headers, {str(file) for file in weight_map.values()})
     _check_left_over(files, headers, weight_map)
-    total = index.get("metadata", {}).get("total_size") if isinstance(index, dict) else None
+    metadata = index.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        files.say("F2", INDEX, "Its metadata is no JSON object.")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = sum(place.size for place in files.places.values())
     if isinstance(total, int) and total != actual:
         files.say(

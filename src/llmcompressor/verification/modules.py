@@ -28,8 +28,11 @@ CROSS: Mapping[str, Fusion] = {"encoder_attn": {"kv_proj": ("k_proj", "v_proj")}
 _W123 = ("w1", "w3", "w2")
 _W13: Fusion = {**_QKV, "w13": ("w1", "w3")}
 _GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
-_DRAFT_JOINS = r"(?:.*\.)?(?:eh_proj|mtp_linear_proj(?:\.\d+)?|mtp_layers\.\d+\.input_proj)"
-"""What joins a draft layer's two inputs: an ``nn.Linear`` in most classes."""
+_DRAFT_JOINS = (
+    r"(?:.*\.)?(?:eh_proj|mtp_linear_proj(?:\.\d+)?|mtp_layers\.\d+\.input_proj"
+    r"|masked_embedding\.centroids)"
+)
+"""What joins a draft layer's two inputs, or finds its tokens: an ``nn.Linear`` in most classes."""
 
 
 @dataclass(frozen=True)

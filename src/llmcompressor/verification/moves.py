@@ -53,8 +53,8 @@ _TURNED = 0.3
 """The same of one that was rotated by a matrix that is not known exactly."""
 _LEAST_SEEN, _MOST_UNSEEN = 1e-4, 0.01
 """Share of the mean below which a singular value is noise, and of those that may be."""
-_FACTOR = 0.4
-"""Logarithm of a factor, about 1.5, that noise of a fit does not reach."""
+_FACTOR, _NOISY = 0.1, 0.4
+"""Logarithm of a factor that a fit without noise does not reach, and one with much noise."""
 _PATTERN = 0.15
 """Deviation of logarithms below which two sets of scales are one, up to a factor."""
 _EVEN = 0.05
@@ -408,8 +408,10 @@ class Moves:
             if len(logs) < 2 or one.error >= 1:
                 continue
             middle, spread = float(logs.median()), float(logs.std())
-            noise = _EVEN + 4 * one.error / sqrt(len(one.rows))
-            if abs(middle) > _FACTOR or (self._is_recorded and spread > noise):
+            # few codes round whole columns alike, beside the noise of each of their rows
+            noise = _EVEN + 4 * one.error / sqrt(len(one.rows)) + one.error**2 / 2
+            most = min(_FACTOR + one.error / 2, _NOISY)
+            if abs(middle) > most or (self._is_recorded and spread > noise):
                 said = (
                     f"Its columns are {exp(middle):.3g} times as large as {told} would have them, "
                     f"give or take {spread:.2g}: scales that were moved do not cancel."

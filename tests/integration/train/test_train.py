@@ -159,6 +159,15 @@ def test_a_stage_has_its_own_folder(one_block: Path, tmp_path: Path) -> None:
     assert not LoggingModifier.seen
 
 
+def test_embeddings_have_the_dtype_of_the_model(one_block: Path, tmp_path: Path) -> None:
+    """Lists of numbers become float32, and the weights are bfloat16."""
+    width = json.loads((one_block / "config.json").read_text())["hidden_size"]
+    rows = [{"inputs_embeds": [[0.5] * width] * n, "labels": [1] * n} for n in (3, 4)]
+    options = arguments(tmp_path / "output", precision="bfloat16", dataset=rows, max_steps=1)
+    model = train(str(one_block), None, **options)
+    assert model.dtype == torch.bfloat16
+
+
 def test_samples_of_several_lengths_are_padded(tmp_path: Path) -> None:
     """Cutting to the shortest, as in calibration, would throw most of the text away."""
     rows = Dataset.from_dict({"input_ids": [list(range(3, 3 + n)) for n in (4, 12, 4, 12)]})

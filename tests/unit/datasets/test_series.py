@@ -67,6 +67,13 @@ def test_a_batch_of_one_is_as_its_row(batches) -> None:
     assert torch.equal(one["inputs_embeds"], other["inputs_embeds"])
 
 
+@pytest.mark.parametrize("steps", [3, 6])
+def test_a_mask_has_as_many_steps_as_the_embeddings(batches, steps: int) -> None:
+    row = {"inputs_embeds": torch.rand(4, 8), "attention_mask": [1] * steps}
+    with pytest.raises(DatasetError, match=f"4 inputs_embeds, but {steps} in attention_mask"):
+        batches([row], **OPTIONS)
+
+
 def test_what_does_not_fit_into_a_batch_is_told(batches) -> None:
     rows = [{"pixel_values": torch.rand(3, size, size)} for size in (4, 6)]
     with pytest.raises(DatasetError, match=r"pixel_values of shapes \[3, 4, 4\].*batch_size=1"):

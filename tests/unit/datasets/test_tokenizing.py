@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import TextGenerationDataset, load_training
-from llmcompressor.datasets.text import rendered_at
+from llmcompressor.datasets.text import moment, rendered_at
 from llmcompressor.errors import DatasetError
 
 FIRST = {"shuffle_calibration_samples": False}
@@ -477,3 +477,19 @@ def test_a_registered_class_tokenizes_when_called(tokenizer):
     assert samples["input_ids"][:] == [tokenizer("import os")["input_ids"]]
     assert samples.column_names == ["input_ids", "attention_mask"]
     assert made(add_labels=True)[0]["labels"]
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "a", "completions": ["b", "c"]}, {"prompt": "a", "completion": None}]
+)
+def test_a_prompt_without_its_answer_is_no_text(batches, row):
+    with pytest.raises(DatasetError, match="one text of prompt and answers") as caught:
+        batches([row], **FIRST)
+    assert "text_column" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["today", "1e9", "9" * 30])
+def test_a_moment_that_is_no_time_is_refused(monkeypatch, given):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", given)
+    with pytest.raises(DatasetError, match="SOURCE_DATE_EPOCH is"):
+        moment()

@@ -319,6 +319,8 @@ class Moe(nn.Module):
         self.shared_head = nn.Module()
         self.shared_head.head = nn.Linear(64, 8)
         self.eh_proj = nn.Linear(128, 64)
+        self.masked_embedding = nn.Module()
+        self.masked_embedding.centroids = nn.Linear(64, 16)
         self.mixer = nn.Module()
         self.mixer.dt_proj = nn.Linear(8, 64)
         self.cross = nn.MultiheadAttention(64, 2)
@@ -339,7 +341,7 @@ class Reading(nn.Module):
         return self.both(x) @ self.both.weight
 
 
-LEFT = "eh_proj shared_head.head mixer.dt_proj cross.out_proj own.read"
+LEFT = "eh_proj masked_embedding.centroids shared_head.head mixer.dt_proj cross.out_proj own.read"
 """Beside routers: of draft layers, and what is used without being called."""
 
 

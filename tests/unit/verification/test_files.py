@@ -64,6 +64,10 @@ def index_without_a_map(folder: Path) -> None:
     index(folder, lambda content: content.pop("weight_map"))
 
 
+def index_with_a_number_for_metadata(folder: Path) -> None:
+    index(folder, lambda content: content.update(metadata=3))
+
+
 def shard_gone(folder: Path) -> None:
     (folder / SECOND).unlink()
 
@@ -112,6 +116,36 @@ def shifted(folder: Path) -> None:
     header(folder, change)
 
 
+def sizes_that_are_floats(folder: Path) -> None:
+    header(folder, lambda content: content[HEAD].update(shape=[128.0, 128]))
+
+
+def offsets_that_are_texts(folder: Path) -> None:
+    def change(content: dict[str, dict[str, object]]) -> None:
+        offsets = content[HEAD]["data_offsets"]
+        content[HEAD]["data_offsets"] = [str(one) for one in offsets]  # type: ignore[attr-defined]  # JSON
+
+    header(folder, change)
+
+
+def sizes_below_zero(folder: Path) -> None:
+    def change(content: dict[str, dict[str, object]]) -> None:
+        shape = content[HEAD]["shape"]
+        content[HEAD]["shape"] = [-size for size in shape]  # type: ignore[attr-defined]  # JSON
+
+    header(folder, change)
+
+
+def notes_that_are_no_texts(folder: Path) -> None:
+    header(folder, lambda content: content.update(__metadata__={"format": 3}))
+
+
+def header_with_a_mark_of_the_byte_order(folder: Path) -> None:
+    data = (folder / FIRST).read_bytes()
+    length = struct.unpack("<Q", data[:8])[0] + 3
+    (folder / FIRST).write_bytes(struct.pack("<Q", length) + b"\xef\xbb\xbf" + data[8:])
+
+
 def bytes_behind_the_last(folder: Path) -> None:
     with (folder / FIRST).open("ab") as stream:
         stream.write(b"1234")
@@ -146,6 +180,7 @@ DAMAGES: list[tuple[str, str, Damage]] = [
     ("F2", INDEX, index_gone),
     ("F2", INDEX, index_is_no_json),
     ("F2", INDEX, index_without_a_map),
+    ("F2", INDEX, index_with_a_number_for_metadata),
     ("F3", SECOND, shard_gone),
     ("F3", SECOND, shard_truncated),
     ("F3", SECOND, header_truncated),
@@ -157,6 +192,11 @@ DAMAGES: list[tuple[str, str, Damage]] = [
     ("F4", HEAD, another_shape),
     ("F4", HEAD, shifted),
     ("F4", FIRST, bytes_behind_the_last),
+    ("F4", FIRST, sizes_that_are_floats),
+    ("F4", FIRST, offsets_that_are_texts),
+    ("F4", FIRST, sizes_below_zero),
+    ("F4", FIRST, notes_that_are_no_texts),
+    ("F4", FIRST, header_with_a_mark_of_the_byte_order),
     ("F5", HEAD, placed_in_another_shard),
     ("F6", "left.over", tensor_left_over),
     ("F6", "model-00003-of-00003.safetensors", shard_left_over),

@@ -39,6 +39,7 @@ PREFIXES = [
     ("stablelm", {}, "model.layers.0.self_attn.v_proj", "model.layers.0.self_attn.qkv_proj"),
     ("glm4_moe_lite", {}, "model.layers.2.eh_proj", None),
     ("step3p5", {}, "model.layers.2.eh_proj", None),
+    ("gemma4_assistant", {}, "masked_embedding.centroids", None),
     ("mimo", {}, "model.mtp_layers.0.input_proj", None),
     ("nemotron_h", {}, "mtp.layers.0.eh_proj", "mtp.layers.0.eh_proj"),
     ("qwen2_vl", {"text_config": {}}, "visual.merger.mlp.0", "visual.merger.mlp.0"),

@@ -66,6 +66,30 @@ def errors(folder: Path, server: str) -> set[tuple[str, str]]:
     return {(one.rule, one.module) for one in found if one.severity == "error"}
 
 
+def test_a_table_with_a_row_for_each_token_is_no_linear() -> None:
+    """In code that comes with a model an embedding has any name, and no class can be asked."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}
+    config = {
+        "model_type": "unknown_code",
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": group},
+            "ignore": [],
+        },
+    }
+    headers = {
+        "emb.weight": TensorInfo("BF16", (96, 64)),
+        "up.weight": TensorInfo("BF16", (64, 64)),
+    }
+    headers["layers.0.up.weight"] = TensorInfo("BF16", (96, 64))
+    headers["mtp.fc.weight"] = TensorInfo("BF16", (96, 128))
+    found = check_serving(config, headers, deployment=Deployment("vllm"))
+    told = {one.module for one in found if one.rule == "S19"}
+    assert told == {"up", "layers.0.up", "mtp.fc"}
+
+
 def missing(folder: Path) -> set[str]:
     _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     return set(info["missing_keys"])

@@ -183,8 +183,21 @@ class View:
             for entry in doubtful:
                 asked = "" if classes is None else classes.kind(entry.name)
                 selected = "linear" if self._is_selected_as_linear(entry) else ""
-                kinds.setdefault(entry.name, asked or selected)
+                kinds.setdefault(entry.name, asked or selected or self._kind_by_rows(entry))
         return entries_of(self.headers, kinds)
+
+    def _kind_by_rows(self, entry: Entry) -> str:
+        """``embedding`` for a plain table outside all blocks with a row for each token, or empty.
+
+        So is one called in code that comes with a model, where no class can be asked.
+        """
+        is_inside = any(part.isdecimal() for part in entry.name.split("."))
+        shape, table = (
+            entry.own["weight"].shape,
+            (self.size("vocab_size"), self.size("hidden_size")),
+        )
+        is_table = entry.form == "dense" and shape == table and shape[0] != shape[1]
+        return "embedding" if is_table and not is_inside else ""
 
     def _is_selected_as_linear(self, entry: Entry) -> bool:
         """True if a module that holds codes can have been selected as a Linear alone."""
