@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -77,11 +77,11 @@ def _plain(text: str) -> str:
 def fields() -> str:
     """The fields of every modifier: name, type, default and meaning."""
     from llmcompressor.core.modifier import Modifier
-    from llmcompressor.core.modifier_registry import _BUILTIN
+    from llmcompressor.core.modifier_registry import builtin_modifiers
 
     names: dict[type[Modifier], list[str]] = {}
-    for name in _BUILTIN:
-        names.setdefault(_BUILTIN.load(name), []).append(name)
+    for name, cls in builtin_modifiers().items():
+        names.setdefault(cls, []).append(name)
     parts = ["## Of every modifier", _fields_of(Modifier, leave_out=set())]
     for cls, called in sorted(names.items(), key=lambda one: one[0].__name__):
         others = [name for name in called if name != cls.__name__]
@@ -93,7 +93,9 @@ def fields() -> str:
 
 
 def _fields_of(cls: Any, *, leave_out: set[str]) -> str:
-    said = dict(described(cls))
+    from llmcompressor.recipe.schema import described_fields
+
+    said = dict(described_fields(cls))
     rows = [
         [code(name), code(_kind(info.annotation)), code(_default(info)), said.get(name, "")]
         for name, info in cls.model_fields.items()
@@ -124,29 +126,6 @@ def _kind(annotation: Any) -> str:
     if members:
         return f"{origin.__name__}[{', '.join(map(_kind, members))}]"
     return "None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
-
-
-def described(cls: type) -> Iterator[tuple[str, str]]:
-    """Field and meaning, of a class and its bases: their docstrings' ``Attributes``."""
-    for base in reversed(cls.__mro__):
-        text = inspect.cleandoc(base.__dict__.get("__doc__") or "")
-        section = text.partition("Attributes:\n")[2].split("\n\n")[0]
-        entry: list[str] = []
-        for line in [*section.splitlines(), "    end: "]:
-            if re.match(r"    \w", line) and ":" in line:
-                yield from _entry(" ".join(entry))
-                entry = []
-            entry.append(line.strip())
-
-
-def _entry(text: str) -> Iterator[tuple[str, str]]:
-    names, _, meaning = text.partition(":")
-    for name in filter(None, names.split(", ")):
-        yield name, _markdown(meaning.strip())
-
-
-def _markdown(text: str) -> str:
-    return re.sub(r"``(.*?)``", r"`\1`", re.sub(r":\w+:`~?\.?([^`]*)`", r"`\1`", text))
 
 
 MAKERS: dict[str, Callable[[], str]] = {"commands": commands, "fields": fields}

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import llmcompressor
-from llmcompressor.core.modifier_registry import _BUILTIN as MODIFIERS
+from llmcompressor.core.modifier_registry import builtin_modifiers
 from llmcompressor.observers.base import OBSERVERS
 from llmcompressor.schemes.presets import preset_scheme
 
@@ -159,7 +159,7 @@ def test_reference_has_all_public_names() -> None:
     found = [getattr(importlib.import_module(one[0]), one[2]) for one in map(split, listed)]
     wanted = [getattr(llmcompressor, name) for name in llmcompressor.__all__]
     wanted = [one for one in wanted if callable(one) or isinstance(one, type)]
-    wanted += [MODIFIERS.load(name) for name in MODIFIERS]
+    wanted += builtin_modifiers().values()
     wanted += [OBSERVERS.load(name) for name in OBSERVERS]
     assert [one for one in wanted if one not in found] == []
 

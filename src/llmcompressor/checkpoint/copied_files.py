@@ -20,7 +20,15 @@ from llmcompressor.logger import logger
 from llmcompressor.runtime.limits import parse_json
 
 _WRITTEN_HERE = frozenset(
-    {CONFIG, INDEX, "recipe.yaml", "compression_report.json", "report.html", *SIDE_FILES}
+    {
+        CONFIG,
+        INDEX,
+        "recipe.yaml",
+        "recipe.schema.json",
+        "compression_report.json",
+        "report.html",
+        *SIDE_FILES,
+    }
 )
 """What the output has of its own, and what other methods say of how they quantized."""
 _OF_A_RUN = re.compile(

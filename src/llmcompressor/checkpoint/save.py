@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,8 @@ from llmcompressor.runtime.run_record import CHECKING, phase
 from llmcompressor.transformers_internals import commit_of, declare_ties, not_saved
 
 RECIPE_FILE = "recipe.yaml"
+SCHEMA_FILE = "recipe.schema.json"
+"""By which editors check and complete recipes: ``llmcompressor schema``."""
 DEFAULT_SHARD_SIZE = "20GB"
 _RETURN_EVERY = 2**25
 """Bytes of packed tensors after which freed memory is returned."""
@@ -511,4 +514,7 @@ def _write_side_files(
             model.generation_config.to_json_file(settings)
     recipe = options.recipe() if callable(options.recipe) else options.recipe
     if recipe:
-        (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+        text = f"# yaml-language-server: $schema={SCHEMA_FILE}\n{recipe}"
+        (folder / RECIPE_FILE).write_text(text, encoding="utf-8")
+        schema = files("llmcompressor") / "data" / SCHEMA_FILE
+        (folder / SCHEMA_FILE).write_bytes(schema.read_bytes())

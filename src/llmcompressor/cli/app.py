@@ -33,7 +33,7 @@ app = typer.Typer(
     name="llmcompressor",
     help="Make a large language model smaller and write a checkpoint that serves.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,  # --install-completion
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -314,6 +314,27 @@ def _compare(
         _show(found, "print_comparison", as_json=as_json)
         if not as_json:
             typer.echo(f"Written: {output}")
+
+
+@app.command("schema", cls=GroupedCommand)
+def _schema(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write it to this file instead.")
+    ] = None,
+    verbose: Verbose = 0,
+    debug: Debug = False,
+) -> None:
+    """Print the JSON schema of recipes, by which editors check and complete them.
+
+    With the line `# yaml-language-server: $schema=FILE` at the top of a recipe.
+    """
+    with report_errors(debug=debug):
+        schema = entrypoint("recipe.schema:recipe_schema", verbose)()
+        text = json.dumps(schema, ensure_ascii=False, separators=(",", ":")) + "\n"
+        if output is None:
+            typer.echo(text, nl=False)
+        else:
+            output.write_text(text, encoding="utf-8")
 
 
 @app.command("demo", cls=GroupedCommand)

@@ -44,6 +44,11 @@ _PACKAGE = __name__.split(".")[0]
 _registered: dict[str, type[Modifier]] = {}
 
 
+def builtin_modifiers() -> dict[str, type[Modifier]]:
+    """Return the package's own modifiers by the names that recipes may call them."""
+    return {name: _BUILTIN.load(name) for name in _BUILTIN}
+
+
 class ModifierFactory:
     """Find modifier classes by name and instantiate them.
 

@@ -126,7 +126,10 @@ class TestFiles:
             "additional_chat_templates/tools.jinja",
         ):
             assert (out / name).read_bytes() == (source / name).read_bytes(), name
-        assert (out / "recipe.yaml").read_text() == "a: b\n"
+        line, recipe = (out / "recipe.yaml").read_text().split("\n", 1)
+        assert line == "# yaml-language-server: $schema=recipe.schema.json"
+        assert recipe == "a: b\n"
+        assert json.loads((out / "recipe.schema.json").read_text())["type"] == "object"
         file = out / "compression_report.json"
         assert json.loads(file.read_text()) == {"fallbacks": ["x"]}
         assert not (out / "README.md").exists()
@@ -492,7 +495,7 @@ class TestSavePretrained:
         stored = tensors(tmp_path / "twin")
         assert (stored["model.norm.weight"] == 7).all()
         assert "model.layers.0.mlp.up_proj.weight_packed" in stored
-        assert (tmp_path / "twin" / "recipe.yaml").read_text() == "a: 1"
+        assert (tmp_path / "twin" / "recipe.yaml").read_text().endswith("\na: 1")
 
     def test_what_is_pushed_is_what_was_written(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
