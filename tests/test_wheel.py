@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -17,8 +18,14 @@ import llmcompressor
 
 
 def run(*command: object, folder: Path) -> str:
+    environment = {name: one for name, one in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [str(one) for one in command], capture_output=True, text=True, check=False, cwd=folder
+        [str(one) for one in command],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -324,9 +324,9 @@ def _schema(
     verbose: Verbose = 0,
     debug: Debug = False,
 ) -> None:
-    """Print the JSON schema of recipes, by which editors check and complete them.
+    """Print the JSON schema of recipes, for editors.
 
-    With the line `# yaml-language-server: $schema=FILE` at the top of a recipe.
+    By it they check and complete recipes, with the line `# yaml-language-server: $schema=FILE` at the top of a recipe.
     """
     with report_errors(debug=debug):
         schema = entrypoint("recipe.schema:recipe_schema", verbose)()
