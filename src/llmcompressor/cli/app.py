@@ -326,7 +326,8 @@ def _schema(
 ) -> None:
     """Print the JSON schema of recipes, for editors.
 
-    By it they check and complete recipes, with the line `# yaml-language-server: $schema=FILE` at the top of a recipe.
+    By it they check and complete recipes, with the line
+    `# yaml-language-server: $schema=FILE` at the top of a recipe.
     """
     with report_errors(debug=debug):
         schema = entrypoint("recipe.schema:recipe_schema", verbose)()
