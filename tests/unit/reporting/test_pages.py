@@ -276,7 +276,8 @@ def test_the_error_of_a_share_of_rows_is_close_to_that_of_all(strategy: str) -> 
 # --------------------
 # In a browser.
 
-_CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -285,7 +286,7 @@ _FLAGS = (
 _LOOK = Path(__file__).parents[2] / "support" / "look.html"
 
 
-@pytest.mark.skipif(_CHROMIUM is None, reason="needs Debian's chromium")
+@pytest.mark.skipif(_CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize("width", [400, 1600])
 @pytest.mark.parametrize("kind", ["report", "comparison"])
 def test_a_browser_draws_it(
