@@ -3,7 +3,7 @@
 
 The parts are :data:`PARTS`, and :data:`ORDER` has their shares. Every part is streamed, so that
 only the rows that are used and those of a small buffer are downloaded. The same seed gives the same
-rows as long as the hub's files stay the same.
+rows as long as the hub's files and the datasets library stay the same.
 
 Where the hub is switched off (``HF_HUB_OFFLINE=1``) the source of Python's standard library takes
 the place of all parts, with a warning. A hub that cannot be reached is an error: no other data is
@@ -12,6 +12,7 @@ taken without being asked for.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -171,7 +172,10 @@ class _HubMix:
                 "text of Python's standard library in place of the mix.",
             ) from error
         if self._seed is not None:
-            loaded = loaded.shuffle(seed=self._seed, buffer_size=_BUFFER)
+            # Else ten files are opened at once, and closing them takes five seconds.
+            takes_one = "max_buffer_input_shards" in inspect.signature(loaded.shuffle).parameters
+            one_file = {"max_buffer_input_shards": 1} if takes_one else {}
+            loaded = loaded.shuffle(seed=self._seed, buffer_size=_BUFFER, **one_file)
         yield from map(_plain_row, Stream(loaded))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 
 import datasets
@@ -102,6 +103,28 @@ def test_the_mix_ends_where_its_shares_cannot_be_kept(hub):
     counts = Counter(map(kind_of, rows))
     assert counts["text"] == ROWS
     assert len(rows) <= ROWS / 0.3 + 1
+
+
+def test_the_library_itself_streams_such_folders(monkeypatch, tmp_path):
+    """With the cards and the files that the data sets have there, and the library's own reader."""
+    local = {}
+    for name, part in PARTS.items():
+        card = ["---", "configs:"]
+        for config in part.configs:
+            folder = tmp_path / name / str(config)
+            folder.mkdir(parents=True)
+            rows = [row_of(name, config, number) for number in range(9)]
+            datasets.Dataset.from_list(rows).to_parquet(folder / "train-0.parquet")
+            card += [f"- config_name: {config or 'default'}", "  data_files:"]
+            card += [f"  - split: {part.split}", f"    path: {config}/*.parquet"]
+        (tmp_path / name / "README.md").write_text("\n".join([*card, "---", ""]))
+        local[name] = replace(part, hub_id=str(tmp_path / name))
+    monkeypatch.setattr(default_mix, "PARTS", local)
+    monkeypatch.setattr(default_mix, "is_offline", lambda: False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    rows = mixed(20, seed=5)
+    assert [kind_of(row) for row in rows] == list(ORDER) * 2
+    assert mixed(20, seed=5) == rows
 
 
 class TestText:
