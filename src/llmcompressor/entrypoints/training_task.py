@@ -70,14 +70,15 @@ class _Role:
 
     def __init__(self, args: DatasetArguments) -> None:
         self.args = args
-        registered = isinstance(args.dataset, str) and table.find(args.dataset) is not None
-        self.source: Source | None = None if registered else open_source(args, "train")
+        owner = table.find(args.dataset) if isinstance(args.dataset, str) else None
+        self._is_streamed = args.streaming or getattr(owner, "is_mix", False)
+        self.source: Source | None = None if owner is not None else open_source(args, "train")
 
     @property
     def is_stream(self) -> bool:
         """True if the number of samples is unknown."""
         rows = None if self.source is None else self.source.rows
-        streamed = self.args.streaming if rows is None else isinstance(rows, Stream)
+        streamed = self._is_streamed if rows is None else isinstance(rows, Stream)
         return streamed and self.args.max_train_samples is None
 
     def load(self, model: Module, processor: Any) -> Any:

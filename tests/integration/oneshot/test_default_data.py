@@ -10,10 +10,10 @@ import pytest
 from tests.support.killed_runs import tree
 from tests.support.short_pico import write_short_pico
 
-from llmcompressor import oneshot, plan
+from llmcompressor import oneshot, plan, train
 from llmcompressor.checkpoint import tensor_files
 from llmcompressor.cli import main
-from llmcompressor.errors import DatasetError
+from llmcompressor.errors import ArgumentError, DatasetError
 from llmcompressor.reporting.page import data_of
 
 GPTQ = "modifiers: {GPTQModifier: {targets: Linear, scheme: W4A16, ignore: [lm_head]}}"
@@ -117,3 +117,16 @@ class TestOffline:
         found = plan(model, GPTQ, "default", measure=False, **options)
         assert not found.problems
         assert any("standard library" in note for note in found.notes)
+
+    def test_a_training_on_it_needs_a_number(self, model: Path, tmp_path: Path) -> None:
+        options: dict[str, Any] = {
+            "model": model,
+            "recipe": "modifiers: {ConstantPruningModifier: {targets: ['re:.*up_proj.weight']}}",
+            "dataset": "default",
+            "max_seq_length": 32,
+            "output_dir": tmp_path / "output",
+        }
+        with pytest.raises(ArgumentError, match=r"is a stream.*max_steps"):
+            train(**options)
+        train(**options, max_steps=1, per_device_train_batch_size=2)
+        assert (tmp_path / "output" / "model.safetensors").is_file()
