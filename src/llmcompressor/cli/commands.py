@@ -357,9 +357,5 @@ def _with_roles(call: dict[str, Any]) -> dict[str, Any]:
 
 def _run(path: str, call: Mapping[str, Any], folder: str, verbose: int) -> None:
     """Run an entrypoint that writes a checkpoint, and say where."""
-    from llmcompressor.runtime.progress import hide_tqdm_bars  # noqa: PLC0415
-
-    run = entrypoint(path, verbose)
-    with hide_tqdm_bars():
-        run(**call)
+    entrypoint(path, verbose)(**call)
     typer.echo(f"Written: {folder}")

@@ -16,7 +16,7 @@ from llmcompressor.logger import logger, others_in_log, show_runs_quietly
 from llmcompressor.reporting.contents import contents_of
 from llmcompressor.reporting.page import data_of
 from llmcompressor.reporting.report import PAGE_FILE, data_of_run, figures_of, next_commands
-from llmcompressor.runtime.progress import join_names
+from llmcompressor.runtime.progress import hide_tqdm_bars, join_names
 from llmcompressor.runtime.run_record import recording_run, run_record
 
 
@@ -27,7 +27,7 @@ def told_run() -> Iterator[None]:
     That is one line of progress, warnings, and what :func:`tell_summary` tells.
     """
     show_runs_quietly()
-    with recording_run(), others_in_log():
+    with recording_run(), others_in_log(), hide_tqdm_bars():
         yield
 
 

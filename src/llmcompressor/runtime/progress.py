@@ -147,7 +147,7 @@ def _in_note(display: Progress, line: TaskID, total: int, description: str) -> A
 
 @contextmanager
 def hide_tqdm_bars() -> Iterator[None]:
-    """Hide the progress bars of other libraries (all made with tqdm) inside.
+    """Hide the progress bars of other libraries (all made with tqdm) inside, but for downloads.
 
     They would interrupt our own bar, and count steps that mean nothing to the user.
     """
@@ -155,7 +155,8 @@ def hide_tqdm_bars() -> Iterator[None]:
     original = tqdm.__init__
 
     def hidden(self: tqdm, *args: object, **kwargs: object) -> None:
-        original(self, *args, **{**kwargs, "disable": True})
+        is_download = type(self).__module__.startswith("huggingface_hub")
+        original(self, *args, **(kwargs if is_download else {**kwargs, "disable": True}))
 
     tqdm.__init__ = hidden
     try:

@@ -5,6 +5,7 @@ import io
 from collections.abc import Iterator
 
 import pytest
+from huggingface_hub.utils import tqdm as hub_tqdm
 from loguru import logger
 from rich.console import Console
 from tqdm import tqdm
@@ -94,3 +95,9 @@ def test_other_bars_are_hidden_and_come_back(
     assert vars(tqdm)["__init__"] is before
     list(kind(range(3), desc="theirs"))
     assert "theirs" in capfd.readouterr().err
+
+
+def test_downloads_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with hide_tqdm_bars():
+        list(hub_tqdm(range(3), desc="model.safetensors"))
+    assert "model.safetensors" in capfd.readouterr().err
