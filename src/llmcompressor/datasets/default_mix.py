@@ -83,8 +83,8 @@ def is_offline() -> bool:
     return huggingface_hub.is_offline_mode() or switch in _YES
 
 
-class DefaultMix(TextGenerationDataset):
-    """Rows of all parts, by turns.
+class StandardLibraryText(TextGenerationDataset):
+    """``dataset="python_stdlib"``: source text that every Python has, for trying things.
 
     Raises:
         DatasetError: an argument names a part of a data set, or all rows are asked for.
@@ -100,30 +100,43 @@ class DefaultMix(TextGenerationDataset):
         for name in _UNUSED:
             if getattr(dataset_args, name):
                 raise DatasetError(
-                    f"dataset='default' is a mix of several data sets, and takes no {name}.",
+                    f"dataset={dataset_args.dataset!r} has no parts, and takes no {name}.",
                     f"Leave {name} out, or name one data set.",
                 )
         if dataset_args.num_calibration_samples is None:
             raise DatasetError(
-                "dataset='default' has more rows than any run takes, and "
+                f"dataset={dataset_args.dataset!r} has more rows than any run takes, and "
                 "num_calibration_samples=None asks for all.",
                 "Give num_calibration_samples a number, such as 512.",
             )
 
     def load_dataset(self) -> Any:
-        """Return the stream of mixed rows; a part is opened when its first row is asked for."""
+        """Return the stream of passages."""
         args = self.dataset_args
         seed = args.seed if args.shuffle_calibration_samples else None
+        return Stream(_StandardLibrary(args.num_calibration_samples or 1, seed or 0))
+
+
+class DefaultMix(StandardLibraryText):
+    """Rows of all parts, by turns.
+
+    Raises:
+        DatasetError: an argument names a part of a data set, or all rows are asked for.
+    """
+
+    def load_dataset(self) -> Any:
+        """Return the stream of mixed rows; a part is opened when its first row is asked for."""
+        args = self.dataset_args
         if is_offline():
             logger.warning(
                 "The hub is switched off (HF_HUB_OFFLINE): dataset='default' is the source text of "
                 "Python's standard library, and nothing else. For a model that reads more than "
                 "code, give texts of your own."
             )
-            return Stream(_StandardLibrary(args.num_calibration_samples or 1, seed or 0))
+            return super().load_dataset()
         parts = ", ".join(f"{name} {ORDER.count(name)}/10 ({PARTS[name].hub_id})" for name in PARTS)
         logger.info(f"dataset='default' is a mix that is streamed from the hub: {parts}.")
-        return Stream(_HubMix(seed))
+        return Stream(_HubMix(args.seed if args.shuffle_calibration_samples else None))
 
     def dataset_template(self, row: Row) -> Mapping[str, Any]:
         """Return the text of a row: turns go through the chat template, if there is one."""

@@ -287,6 +287,7 @@ DATASETS = LazyRegistry(
         "open_platypus": f"{_NAMED}:OpenPlatypus",
         "peoples_speech": f"{_NAMED}:PeoplesSpeech",
         "perfectblend": f"{_NAMED}:PerfectBlend",
+        "python_stdlib": "llmcompressor.datasets.default_mix:StandardLibraryText",
         "ultrachat_200k": f"{_NAMED}:UltraChat",
         "wikitext": f"{_NAMED}:WikiText",
     },

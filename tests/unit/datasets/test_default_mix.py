@@ -206,3 +206,14 @@ def test_every_part_says_its_license():
     assert all(part.license for part in PARTS.values())
     assert set(ORDER) == set(PARTS)
     assert DefaultMix.is_mix
+
+
+def test_the_standard_library_needs_no_network(hub):
+    args = DatasetArguments(dataset="python_stdlib", num_calibration_samples=3)
+    source = open_source(args)
+    rows = list(islice(iter(source.rows), 3))
+    assert hub.asked == []
+    expected = stdlib_text.calibration_passages(3, seed=args.seed, characters=8192)
+    assert [row["text"] for row in rows] == list(expected)
+    with pytest.raises(DatasetError, match="'python_stdlib' has more rows"):
+        open_source(replace(args, num_calibration_samples=None))
