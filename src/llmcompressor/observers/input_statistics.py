@@ -206,7 +206,9 @@ class InputCollector(Generic[Statistics]):
 
     def leader(self, module: Module) -> Module:
         """The first of the modules that share the input of ``module``: its input is observed."""
-        return self.sharing(module)[0]
+        if self._order is None or not self._observes(module):
+            return module
+        return next(filter(self._observes, self._order.group_of(module)))
 
     def leaders(self, modules: Iterable[Module]) -> list[Module]:
         """The modules to hook, so that the inputs of all ``modules`` are observed once."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -419,13 +420,21 @@ class Moves:
                 remedy = "Compress the model anew."
                 yield Finding("R3", one.module, said, remedy, Severity.ERROR)
 
+    @cached_property
+    def _by_layer(self) -> Mapping[str, list[str]]:
+        """The original's tensors by their layer."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in self._sources:
+            found[layer_of(name)].append(name)
+        return found
+
     def _off_a_norm(self, key: str, one: _Scaled) -> Tensor:
         """Logarithms of what its columns have beyond the scales of a norm of its layer.
 
         They are zero where no norm has the pattern of its columns, or its rows have one too.
         """
-        logs, layer, width = _logs(one.columns), layer_of(key), len(one.columns)
-        norms = (each.removesuffix(".weight") for each in self._sources if layer_of(each) == layer)
+        logs, width = _logs(one.columns), len(one.columns)
+        norms = (each.removesuffix(".weight") for each in self._by_layer[layer_of(key)])
         told = [scales for norm in norms for scales in self._told_by(f"{norm}.weight", width)]
         apart = [logs - _logs(scales) for scales in (torch.ones(width), *told)]
         best = min(apart, key=lambda each: float(each[one.counted].std()))

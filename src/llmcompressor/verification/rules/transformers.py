@@ -100,6 +100,7 @@ class _Told:
     ) -> None:
         self.view, self.trial, self.config, self.reader = view, trial, config, reader
         self.found: list[Problem] = []
+        self._mixtures_told: set[str] = set()
         self.tied = frozenset(getattr(class_model(config), "all_tied_weights_keys", None) or ())
         self.lacking = {(one.entry.name, one.own) for one in view.misfits if one.what == "missing"}
 
@@ -124,10 +125,10 @@ class _Told:
         self, rule: str, module: str, said: str, remedy: str, severity: Severity | None = None
     ) -> None:
         """Enter a finding; one of each rule for a mixture."""
-        is_known = rule == "T6" and any(
-            (one.rule, one.module) == (rule, module) for one in self.found
-        )
+        is_known = rule == "T6" and module in self._mixtures_told
         if not self.view.is_draft(module) and not is_known:
+            if rule == "T6":
+                self._mixtures_told.add(module)
             self.found.append(Problem(rule, module, said, remedy, severity))
 
     def tell(self) -> None:
