@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from llmcompressor.core.state import State
 from llmcompressor.errors import InputError, NonFiniteError
+from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import CallOrder, first_tensor
 from llmcompressor.numerics.gram import (
     TokenBuffer,
@@ -27,6 +28,25 @@ from llmcompressor.observers.tokens import real_tokens
 
 _WIDE_RANGE = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that hold whatever an output may lack; float16 ends at 65504."""
+
+_FEW_COLUMNS, _FEW_SHARE = 3, 0.01
+"""Columns without inputs that are no warning: single dead channels are common."""
+
+
+def warn_of_dead_columns(name: str, dead: int, columns: int, consequence: str) -> None:
+    """Warn of columns whose inputs were zero in every token, where they are more than a few.
+
+    Args:
+        name: name of the module.
+        dead: number of those columns.
+        columns: number of all columns.
+        consequence: what becomes of their weights, as "these are rounded to nearest".
+    """
+    if dead > max(_FEW_COLUMNS, _FEW_SHARE * columns):
+        logger.warning(
+            f"{name}: the inputs of {dead} of its {columns} columns were zero in every calibration "
+            f"token; {consequence}. If such inputs occur in use, add data that has them."
+        )
 
 
 def prefers_output_residual(rows: int, columns: int, dtype: torch.dtype) -> bool:

@@ -34,7 +34,11 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.observers.input_statistics import InputCollector, InputStatistics
+from llmcompressor.observers.input_statistics import (
+    InputCollector,
+    InputStatistics,
+    warn_of_dead_columns,
+)
 from llmcompressor.pipelines.watchers import reference_input
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.column_solver import (
@@ -50,9 +54,6 @@ from llmcompressor.quantization.parameters import weight_of
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
-
-_FEW_COLUMNS, _FEW_SHARE = 3, 0.01
-"""Columns without inputs that are no warning: single dead channels are common."""
 
 
 @dataclass(frozen=True)
@@ -328,12 +329,9 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
 
     def _report(self, name: str, solution: Solution, columns: int) -> None:
         dampening = solution.dampening
-        if not solution.is_idle and solution.dead > max(_FEW_COLUMNS, _FEW_SHARE * columns):
-            logger.warning(
-                f"{name}: the inputs of {solution.dead} of its {columns} columns were zero in "
-                "every calibration token; these are rounded to nearest. If such inputs occur in "
-                "use, add data that has them."
-            )
+        if not solution.is_idle:
+            told = "these are rounded to nearest"
+            warn_of_dead_columns(name, solution.dead, columns, told)
         if solution.is_idle:
             logger.warning(
                 f"{name}: its inputs were zero in every calibration token; its weight is rounded "

@@ -42,7 +42,7 @@ from llmcompressor.modifiers.sparsity.targets import (
 )
 from llmcompressor.numerics.masks import NofM, parse_structure
 from llmcompressor.numerics.wanda import wanda_prune
-from llmcompressor.observers.input_statistics import InputCollector
+from llmcompressor.observers.input_statistics import InputCollector, warn_of_dead_columns
 
 _STORED = "the zeros are stored like other weights: no reader has a sparse format for them"
 _ANYWHERE = ("0:0", "unstructured")
@@ -276,10 +276,12 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
                 self._prune_by_magnitude(
                     module, "was shown no calibration token", tokens=0, loss=None
                 )
-            elif not bool(self.mean_square(found).any()):
+            elif bool((dead_C := self.mean_square(found) == 0).all()):
                 why = "got inputs that were zero in every calibration token"
                 self._prune_by_magnitude(module, why, tokens=tokens, loss=0.0)
             else:
+                name, told = self._layers.names[module], "their weights are removed before others"
+                warn_of_dead_columns(name, int(dead_C.sum()), len(dead_C), told)
                 wanted.append(module)
         self.prune(wanted)
         self._finished.update(mine)

@@ -80,6 +80,20 @@ def test_columns_without_inputs_make_no_further_zeros(fields: dict[str, Any]) ->
     assert float(before[kept].abs().mean()) > 2 * float(before[~kept].abs().mean())
 
 
+@pytest.mark.parametrize("fields", [HALF, PAIRS])
+@pytest.mark.parametrize("modifier", MODIFIERS)
+@pytest.mark.parametrize(("dead", "is_told"), [(32, True), (3, False)])
+def test_columns_without_inputs_are_told(
+    modifier: type, fields: dict[str, Any], dead: int, is_told: bool, warned: list[str]
+) -> None:
+    model = tiny.llama()
+    model.model.layers[1].input_layernorm.weight.data[8 : 8 + dead] = 0
+    tiny.run(model, modifier(**fields))
+    told = [line for line in warned if f"the inputs of {dead} of its 64 columns were zero" in line]
+    names = [f"model.layers.1.self_attn.{one}_proj" for one in "qkv"]
+    assert [line.partition(":")[0] for line in told] == names * is_told
+
+
 def test_the_published_order_of_quality(reference: Tensor) -> None:
     """Magnitude, Wanda, the sweep of the paper, and what it is refined to; 2:4 and half."""
     for fields in (PAIRS, HALF):
