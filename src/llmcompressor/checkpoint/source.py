@@ -26,7 +26,7 @@ from llmcompressor.runtime.limits import (
     SIMPLER,
     check_model_files,
     check_regular,
-    excessive_size,
+    impossible_size,
     parse_json,
     timed_pattern,
 )
@@ -188,9 +188,9 @@ def read_config(directory: Path) -> dict[str, Any]:
         CheckpointError: it is no JSON object, or describes what cannot be built.
     """
     config = _read_json(directory / CONFIG)
-    if excess := excessive_size(config):
+    if found := impossible_size(config):
         raise CheckpointError(
-            f"{directory / CONFIG} says {excess}: no model is so large.",
+            f"{directory / CONFIG} says {found}.",
             "Correct it; compare it with that of the original model.",
         )
     return config

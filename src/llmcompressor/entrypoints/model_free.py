@@ -53,6 +53,7 @@ from llmcompressor.reporting.summary import tell_summary, told_run
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.resolve import ResolvedSchemes
+from llmcompressor.verification.transformers_model import refusal
 
 _LINEAR = ["Linear"]
 """Of what may be a matrix; kernels of convolutions are smaller."""
@@ -138,6 +139,8 @@ def model_free_ptq(
     )
     assert job.output_dir is not None
     source = _inspect(os.fspath(model_stub))
+    if verify:
+        _check_config(source)
     tell_remarks(source)
     with (
         told_run(),
@@ -270,6 +273,16 @@ def _inspect(model: str) -> SourceInfo:
             "Save the model with save_pretrained of transformers, and use that.",
         )
     return source
+
+
+def _check_config(source: SourceInfo) -> None:
+    """Refuse before the work what the check of the written files would refuse after it."""
+    if reason := refusal(source.config):
+        raise CheckpointError(
+            "transformers cannot build the model that the config.json of "
+            f"{source.directory} describes: {reason}.",
+            "Correct its fields; compare them with those of the original model.",
+        )
 
 
 def _blueprint(source: SourceInfo, resolved: ResolvedSchemes) -> MetaModel:

@@ -215,22 +215,29 @@ _MOST = {
     2**24: re.compile(r"(?:vocab|hidden|intermediate)_size|head_dim|num_\w+_(?:heads|experts)"),
 }
 """Most layers, each of which takes time to build, and widest matrices, which take memory."""
+_NOT_NEGATIVE = re.compile(
+    r"num_(?:hidden_layers|attention_heads)|(?:vocab|hidden|intermediate)_size"
+)
+"""Sizes that -1 gives no meaning, as it does others ("all" or "none")."""
 
 
-def excessive_size(config: Mapping[str, Any]) -> str:
-    """Return the first field of a ``config.json`` that no model is so large in; empty without one.
+def impossible_size(config: Mapping[str, Any]) -> str:
+    """Return the first size in a ``config.json`` that no model has; empty without one.
 
-    >>> excessive_size({"text_config": {"num_hidden_layers": 10**6}})
-    'num_hidden_layers 1000000'
+    >>> impossible_size({"text_config": {"num_hidden_layers": 10**6}})
+    'num_hidden_layers 1000000: no model is so large'
+    >>> impossible_size({"vocab_size": -1})
+    'vocab_size -1: no model is so small'
     """
     for key, value in config.items():
         if isinstance(value, Mapping):
-            if found := excessive_size(value):
+            if found := impossible_size(value):
                 return found
-        elif type(value) is int and any(
-            value > most and names.fullmatch(str(key)) for most, names in _MOST.items()
-        ):
-            return f"{key} {value}"
+        elif type(value) is int:
+            if any(value > most and names.fullmatch(str(key)) for most, names in _MOST.items()):
+                return f"{key} {value}: no model is so large"
+            if value < 0 and _NOT_NEGATIVE.fullmatch(str(key)):
+                return f"{key} {value}: no model is so small"
     return ""
 
 

@@ -17,7 +17,7 @@ import torch
 from compressed_tensors.offload import as_single_threaded
 from torch import Tensor
 
-from llmcompressor.runtime.limits import excessive_size
+from llmcompressor.runtime.limits import impossible_size
 from llmcompressor.transformers_internals import (
     auto_mapping,
     dtype_plan,
@@ -116,7 +116,7 @@ def _configuration(config: Mapping[str, Any], left_out: Container[str]) -> Any:
     from transformers import CONFIG_MAPPING  # noqa: PLC0415  # loads much
 
     name = config.get("model_type")
-    if not isinstance(name, str) or name not in CONFIG_MAPPING or excessive_size(config):
+    if not isinstance(name, str) or name not in CONFIG_MAPPING or impossible_size(config):
         return None
     try:
         return _read_by(CONFIG_MAPPING[name], config, left_out)
@@ -388,8 +388,8 @@ def refusal(config: Mapping[str, Any]) -> str:
     name = config.get("model_type")
     if config.get("auto_map") or not isinstance(name, str) or name not in CONFIG_MAPPING:
         return ""
-    if excess := excessive_size(config):
-        return f"no model is so large: {excess}"
+    if found := impossible_size(config):
+        return found
     try:
         settings = _read_by(CONFIG_MAPPING[name], config, _FROM_FILES)
         kind = _model_class(config)

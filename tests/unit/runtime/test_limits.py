@@ -21,7 +21,7 @@ from llmcompressor.runtime.limits import (
     TimedPattern,
     check_regular,
     copy_values,
-    excessive_size,
+    impossible_size,
     time_limit,
     timed_pattern,
 )
@@ -103,16 +103,20 @@ def test_another_thread_has_no_limit() -> None:
     assert found == [True]
 
 
-def test_only_what_no_model_has_is_too_large() -> None:
+def test_only_what_no_model_has_is_impossible() -> None:
     for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"):
-        assert excessive_size({"text_config": {key: 10**6}}) == f"{key} 1000000"
-        assert not excessive_size({key: 1000})
+        found = impossible_size({"text_config": {key: 10**6}})
+        assert found == f"{key} 1000000: no model is so large"
+        assert not impossible_size({key: 1000})
     for key in ("vocab_size", "hidden_size", "num_attention_heads", "num_local_experts"):
-        assert excessive_size({key: 10**12})
-        assert not excessive_size({key: 10**7})
+        assert impossible_size({key: 10**12})
+        assert not impossible_size({key: 10**7})
     others = ("max_position_embeddings", "sliding_window", "attention_chunk_size", "pad_token_id")
-    assert not excessive_size(dict.fromkeys(others, 10**15))
-    assert not excessive_size({"num_hidden_layers": True, "vocab_size": None, "n_layer": "many"})
+    assert not impossible_size(dict.fromkeys(others, 10**15))
+    assert impossible_size({"hidden_size": -1}) == "hidden_size -1: no model is so small"
+    no_meaning = ("sliding_window", "num_experts", "num_nextn_predict_layers", "top_k")
+    assert not impossible_size(dict.fromkeys(no_meaning, -1))
+    assert not impossible_size({"num_hidden_layers": True, "vocab_size": None, "n_layer": "many"})
 
 
 def test_only_files_and_folders_are_read(tmp_path: Path) -> None:
