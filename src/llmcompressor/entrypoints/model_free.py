@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ from llmcompressor.reporting.summary import tell_summary, told_run
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.resolve import ResolvedSchemes
+from llmcompressor.verification.modules import plain_in_draft
 from llmcompressor.verification.transformers_model import refusal
 
 _LINEAR = ["Linear"]
@@ -377,24 +379,32 @@ def _complete_ignore_list(blueprint: MetaModel, resolved: ResolvedSchemes) -> li
             raise TargetError(
                 f"The ignore entry {entry!r} matches no module of the checkpoint.", hint
             )
+    unsure = (*model.doubtful, *model.tied, *_plain_parts(blueprint))
     named = [
-        name
-        for name in (*model.doubtful, *model.tied)
-        if any(matches_name(name, target) for target in resolved.targets)
+        name for name in unsure if any(matches_name(name, target) for target in resolved.targets)
     ]
     ignored = {
-        name
-        for name in (*model.doubtful, *model.tied)
-        if matches_any(name, model.get_submodule(name), resolved.ignore)
+        name for name in unsure if matches_any(name, model.get_submodule(name), resolved.ignore)
     }
     _refuse_tied([name for name in model.tied if name in named and name not in ignored])
-    left = [name for name in (*model.doubtful, *model.tied) if name not in {*named, *ignored}]
+    left = list(dict.fromkeys(name for name in unsure if name not in {*named, *ignored}))
     if left:
         logger.info(
-            f"Left unquantized: {join_names(left)}; a norm, tied to an embedding, or like one. To "
-            "quantize what is not tied, target it by name."
+            f"Left unquantized: {join_names(left)}; a norm, tied to an embedding, or like one, or "
+            "a part of a draft that engines serve unquantized. To quantize what is not tied, "
+            "target it by name."
         )
     return [*(entry for entry in resolved.ignore if entry not in tied), *left]
+
+
+def _plain_parts(blueprint: MetaModel) -> list[str]:
+    """Return the Linears of a draft that vLLM builds plain."""
+    pattern = plain_in_draft(blueprint.source.config)
+    return [
+        name
+        for name, module in blueprint.model.named_modules()
+        if pattern is not None and isinstance(module, Linear) and re.fullmatch(pattern, name)
+    ]
 
 
 def _refuse_tied(heads: Sequence[str]) -> None:

@@ -53,7 +53,7 @@ _SERVED_PLAIN = {
     "a part of an indexer": re.compile(r"(?:.*\.)?indexer\.(?:wk|weights_proj)"),
     "a part of a draft layer": re.compile(
         r"(?:.*\.)?(?:eh_proj|mtp_linear_proj(?:\.\d+)?|mtp_layers\.\d+\.input_proj|shared_head\.head"
-        r"|masked_embedding\.centroids)"
+        r"|masked_embedding\.centroids|(?:confidence|markov)_head\..*)"
     ),
     "a step of a state-space model": re.compile(r"(?:.*\.)?dt_proj"),
 }

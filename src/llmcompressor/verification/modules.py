@@ -30,7 +30,7 @@ _W13: Fusion = {**_QKV, "w13": ("w1", "w3")}
 _GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 _DRAFT_JOINS = (
     r"(?:.*\.)?(?:eh_proj|mtp_linear_proj(?:\.\d+)?|mtp_layers\.\d+\.input_proj"
-    r"|masked_embedding\.centroids)"
+    r"|masked_embedding\.centroids|confidence_head\..*|markov_head\.(?:markov_w1|embed))"
 )
 """What joins a draft layer's two inputs, or finds its tokens: an ``nn.Linear`` in most classes."""
 
@@ -306,6 +306,16 @@ _PLAIN_BESIDE_TEXT = {
     ),
 }
 """Type of a model that sees → pattern of what vLLM builds plain beside its text part (S20)."""
+_PLAIN_IN_DRAFTS = {
+    r"(?:Eagle)?(?:Llama4For\w+|DeepSeekMTPModel|DeepseekV\d+ForCausalLM|MiniCPM\d*ForCausalLM)": (
+        r"(?:model\.)?fc"
+    ),
+    "MedusaModel": ".*",
+}
+"""Class of a draft, with or without the word that vLLM adds → what is plain there (S20).
+
+Elsewhere ``fc``, which joins the inputs of an Eagle draft, takes a scheme.
+"""
 
 
 def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -318,6 +328,17 @@ def class_names(config: Mapping[str, Any]) -> list[str]:
     """The classes that ``config.json`` names, as far as they are names."""
     found = config.get("architectures")
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def plain_in_draft(config: Mapping[str, Any]) -> str | None:
+    """The pattern of what vLLM builds plain in the draft that a configuration describes.
+
+    >>> plain_in_draft({"architectures": ["EagleLlama4ForCausalLM"]})
+    '(?:model\\\\.)?fc'
+    """
+    names = [*class_names(config), *(["MedusaModel"] * (config.get("model_type") == "medusa"))]
+    rows = _PLAIN_IN_DRAFTS.items()
+    return next((plain for name in names for kind, plain in rows if re.fullmatch(kind, name)), None)
 
 
 def family_of(
@@ -340,6 +361,8 @@ def family_of(
         # DeepSeek joins q_a_proj only where queries go through a latent (S17)
         row = replace(found, fused=dict(_GATE_UP))
     row = _beside_text(row, config)
+    if (in_draft := plain_in_draft(config)) is not None:
+        row = replace(row, plain=(*row.plain, in_draft))
     if found is None and set(_W123) <= set(experts):
         row = replace(row, experts=_W123)
     if present is None:

@@ -91,6 +91,39 @@ def test_what_the_original_lacks_too_is_no_fault(
     assert not verify_files(output, source).ok
 
 
+@pytest.mark.parametrize(
+    ("kind", "classes", "left"),
+    [
+        ("newmodel", ["EagleLlama4ForCausalLM"], ["fc"]),
+        ("newmodel", ["MiniCPMForCausalLM"], ["fc"]),
+        ("newmodel", ["EagleLlamaForCausalLM"], []),
+        ("newmodel", ["Gemma4DSparkModel"], ["confidence_head.proj", "markov_head.markov_w2"]),
+    ],
+)
+def test_what_a_draft_has_plain_stays_so_unless_named(
+    kind: str, classes: list[str], left: list[str], tmp_path: Path
+) -> None:
+    source = tmp_path / "draft"
+    source.mkdir()
+    config = {"model_type": kind, "architectures": classes, "hidden_size": 32}
+    (source / "config.json").write_text(json.dumps(config))
+    names = ["layers.0.mlp.up_proj", "fc", "confidence_head.proj", "markov_head.markov_w2"]
+    tensors = {f"{name}.weight": torch.randn(32, 32) for name in names}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    joins = [name for name in names if "head" in name]
+    for output, scheme, plain in (
+        ("plain", "W8A16", {*left, *joins}),
+        ("named", {"all": preset_scheme("W8A16", ["Linear", *left])}, {*joins} - {*left}),
+    ):
+        given = {"scheme": scheme} if output == "plain" else {"config": scheme}
+        model_free_ptq(source, tmp_path / output, **given, verify=False)
+        stored = load_file(tmp_path / output / "model.safetensors")
+        packed = {name.partition(".weight")[0] for name in stored if "packed" in name}
+        assert packed == {*names} - plain
+        told = {one.module for one in verify_files(tmp_path / output).findings if one.rule == "S20"}
+        assert told == {*left} & packed - {"markov_head.markov_w2"}
+
+
 PLAIN = (
     "layers.3.eh_proj",
     "layers.3.shared_head.head",
