@@ -140,9 +140,7 @@ def model_free_ptq(
         overwrite=overwrite,
     )
     assert job.output_dir is not None
-    source = _inspect(os.fspath(model_stub))
-    if verify:
-        _check_config(source)
+    source = _inspect(os.fspath(model_stub), is_verified=verify)
     tell_remarks(source)
     with (
         told_run(),
@@ -265,7 +263,7 @@ def _check_needs_no_data(modifier: QuantizationModifier, resolved: ResolvedSchem
 # ---------------------------------------------------------------------- the checkpoint
 
 
-def _inspect(model: str) -> SourceInfo:
+def _inspect(model: str, *, is_verified: bool) -> SourceInfo:
     folder = fetch(model) if is_hub_id(model) else model
     source = inspect_source(folder, allow_quantized=True)
     check_no_adapter(source.directory)
@@ -274,17 +272,13 @@ def _inspect(model: str) -> SourceInfo:
             f"The folder {folder} holds no safetensors files.",
             "Save the model with save_pretrained of transformers, and use that.",
         )
-    return source
-
-
-def _check_config(source: SourceInfo) -> None:
-    """Refuse before the work what the check of the written files would refuse after it."""
-    if reason := refusal(source.config):
+    if is_verified and (reason := refusal(source.config)):  # which would be found after the work
         raise CheckpointError(
-            "transformers cannot build the model that the config.json of "
-            f"{source.directory} describes: {reason}.",
+            f"transformers cannot build the model that the config.json of {folder} describes: "
+            f"{reason}.",
             "Correct its fields; compare them with those of the original model.",
         )
+    return source
 
 
 def _blueprint(source: SourceInfo, resolved: ResolvedSchemes) -> MetaModel:

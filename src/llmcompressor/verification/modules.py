@@ -331,10 +331,10 @@ def class_names(config: Mapping[str, Any]) -> list[str]:
 
 
 def plain_in_draft(config: Mapping[str, Any]) -> str | None:
-    """The pattern of what vLLM builds plain in the draft that a configuration describes.
+    r"""The pattern of what vLLM builds plain in the draft that a configuration describes.
 
     >>> plain_in_draft({"architectures": ["EagleLlama4ForCausalLM"]})
-    '(?:model\\\\.)?fc'
+    '(?:model\\.)?fc'
     """
     names = [*class_names(config), *(["MedusaModel"] * (config.get("model_type") == "medusa"))]
     rows = _PLAIN_IN_DRAFTS.items()
