@@ -85,11 +85,48 @@ class Processes:
         except ProcessError:
             raise  # the others know already
         except BaseException as error:
-            with suppress(RuntimeError):  # the store is closed already
-                _store().set(self._failed, _failure_message(self.rank, error))
+            self.tell_failure(error)
             raise
         finally:
             _here.at_work -= 1
+
+    def tell_failure(self, why: BaseException | str) -> None:
+        """Tell the other processes that this one has failed, unless one has failed before.
+
+        Args:
+            why: the error, or the sentence that the others raise.
+        """
+        told = why if isinstance(why, str) else _failure_message(self.rank, why)
+        with suppress(RuntimeError):  # the store is closed already
+            if self.count > 1 and not _store().check([self._failed]):
+                _store().set(self._failed, told)
+
+    def failure(self) -> str | None:
+        """Why a process of the run has failed; ``None`` if none has.
+
+        Raises:
+            ProcessError: the store cannot be reached any more.
+        """
+        with _store_errors():
+            store = _store()
+            if not store.check([self._failed]):
+                return None
+            return str(store.get(self._failed).decode(errors="replace"))
+
+    def note(self, text: str) -> None:
+        """Leave a note of what this process does, in place of the one before."""
+        with _store_errors():
+            _store().set(f"{self._run}/note/{self.rank}", text)
+
+    def notes(self) -> list[str]:
+        """The last note of each process, empty where there is none."""
+        with _store_errors():
+            store = _store()
+            keys = [f"{self._run}/note/{rank}" for rank in range(self.count)]
+            return [
+                store.get(key).decode(errors="replace") if store.check([key]) else ""
+                for key in keys
+            ]
 
     def all_gather(self, on: str, value: Any = None) -> list[Any]:
         """Gather a small value of each process, in the order of their ranks.
