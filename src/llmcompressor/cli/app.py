@@ -39,6 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
+_OF_TASKS = "Benchmarks, by lm-eval (pip install 'llmcompressor[eval]')"
 _Text = Annotated[
     str | None,
     typer.Option(
@@ -52,6 +53,40 @@ _Window = Annotated[
 ]
 _Samples = Annotated[
     int | None, typer.Option(help="How many windows, drawn at random. (default: all)")
+]
+_TextFile = Annotated[Path | None, typer.Option(help="A text file, the same as --dataset FILE.")]
+_Tokenizer = Annotated[
+    str | None, typer.Option(help="Folder or name of the tokenizer, if not the model's.")
+]
+_BatchSize = Annotated[
+    int, typer.Option(min=1, help="Windows, or requests of a task, per forward.")
+]
+_Tasks = Annotated[
+    str | None,
+    typer.Option(
+        help="Benchmarks of lm-eval, with commas: tasks, groups, patterns or YAML files. A text is "
+        "then measured only if --dataset names one.",
+        rich_help_panel=_OF_TASKS,
+    ),
+]
+_Limit = Annotated[
+    int | None,
+    typer.Option(
+        help="Samples of each task, the first ones. (default: all)", rich_help_panel=_OF_TASKS
+    ),
+]
+_Fewshot = Annotated[
+    int | None,
+    typer.Option(
+        help="Examples before each question. (default: as the task says)", rich_help_panel=_OF_TASKS
+    ),
+]
+_IncludePath = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder with YAML files of further tasks; Python code that they name runs.",
+        rich_help_panel=_OF_TASKS,
+    ),
 ]
 _Precision = Annotated[
     str, typer.Option(help="What to compute in: auto (as stored), float16, bfloat16 or float32.")
@@ -91,32 +126,35 @@ def _evaluate(
         str | None, typer.Option(help="The original model, to measure the distance from.")
     ] = None,
     dataset: _Text = None,
-    text_file: Annotated[
-        Path | None, typer.Option(help="A text file, the same as --dataset FILE.")
-    ] = None,
+    text_file: _TextFile = None,
     dataset_config_name: Annotated[
         str | None, typer.Option(help="Configuration of a named dataset.")
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of the dataset.")] = None,
     text_column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or name of the tokenizer, if not the model's.")
-    ] = None,
+    tokenizer: _Tokenizer = None,
     max_seq_length: _Window = None,
     num_samples: _Samples = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows per forward.")] = 8,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Windows, or requests of a task, per forward.")
+    ] = 8,
     seed: Annotated[int, typer.Option(help="Which windows.")] = 0,
     precision: _Precision = "auto",
     trust_remote_code_model: Annotated[
         bool, typer.Option("--trust-remote-code-model", help="Run the checkpoint's own code.")
     ] = False,
+    tasks: _Tasks = None,
+    limit: _Limit = None,
+    num_fewshot: _Fewshot = None,
+    include_path: _IncludePath = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     debug: Debug = False,
 ) -> None:
     """Measure CHECKPOINT, alone and against the original.
 
-    Perplexity, and with --reference the distance from the original on the same text.
+    Perplexity, with --reference the distance from the original on the same text, and with --tasks
+    scores of benchmarks.
     """
     with report_errors(debug=debug):
         if text_file is not None and dataset is not None:
@@ -137,6 +175,10 @@ def _evaluate(
             seed=seed,
             precision=precision,
             trust_remote_code_model=trust_remote_code_model,
+            tasks=tasks,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            include_path=include_path,
         )
         _show(report, "print_report", as_json=as_json)
 

@@ -20,18 +20,55 @@ _STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Print an evaluation, one line per metric."""
+    """Print an evaluation: one line per metric of the text, then one per metric of each task."""
+    console = console or Console()
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("Tokens", f"{report.tokens} in {report.windows} windows")
-    table.add_row("Loss", f"{report.loss:.4f}")
-    table.add_row("Perplexity", f"{report.perplexity:.4f}")
+    if report.loss is not None:
+        table.add_row("Tokens", f"{report.tokens} in {report.windows} windows")
+        table.add_row("Loss", f"{report.loss:.4f}")
+        table.add_row("Perplexity", f"{report.perplexity:.4f}")
     if report.reference_loss is not None:
         table.add_row("Reference's loss", f"{report.reference_loss:.4f}")
         table.add_row("Reference's perplexity", f"{report.reference_perplexity:.4f}")
         table.add_row("Loss increase", f"{report.loss_increase:+.4f}")
         table.add_row("KL(reference || checkpoint)", f"{report.kl_divergence:.5f}")
         table.add_row("Top-1 agreement", f"{report.top1_agreement:.2%}")
-    (console or Console()).print(table)
+    for one in (table, _of_tasks(report)):
+        if one.row_count:
+            console.print(one)
+
+
+_BETTER = {True: "higher", False: "lower", None: ""}
+
+
+def _of_tasks(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    beside = any(one.reference is not None for one in report.tasks)
+    for heading in ("Task", "Metric", "Better"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("Samples", "Checkpoint", *(["Reference"] if beside else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in report.tasks:
+        table.add_row(
+            Text(one.task),
+            Text(one.metric),
+            _BETTER[one.higher_is_better],
+            _NONE if one.samples is None else str(one.samples),
+            _with_stderr(one.value, one.stderr),
+            *([_with_stderr(one.reference, one.reference_stderr)] if beside else []),
+        )
+    return table
+
+
+def _with_stderr(value: float | None, stderr: float | None) -> str:
+    """Format a value with its standard error.
+
+    >>> _with_stderr(0.5, 0.0123), _with_stderr(12.0, None), _with_stderr(None, None)
+    ('0.5000 ± 0.0123', '12.0000', '-')
+    """
+    if value is None:
+        return _NONE
+    return f"{value:.4f}" if stderr is None else f"{value:.4f} ± {stderr:.4f}"
 
 
 def print_demo(result: DemoResult, console: Console | None = None) -> None:

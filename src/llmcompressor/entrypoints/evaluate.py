@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``evaluate``: perplexity of a checkpoint, and its distance from the original."""
+"""``evaluate``: perplexity of a checkpoint, its distance from the original, and benchmarks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from llmcompressor.evaluation.sources import (
     sample_windows,
     tokenized_documents,
 )
+from llmcompressor.evaluation.tasks import load_tasks, measure_tasks
 from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.patches import modules_with_adapters
 from llmcompressor.reporting.report import show_evaluation
@@ -44,7 +45,7 @@ from llmcompressor.utils import dispatch_for_generation
 from llmcompressor.verification.facts import Finding, Severity
 
 _WINDOW = 256
-_LEAST_WINDOW = 2  # one token to see, and one to predict
+_LEAST = {"max_seq_length": 2, "num_fewshot": 0}  # one token to see, and one to predict
 
 
 @told_by_name
@@ -63,8 +64,15 @@ def evaluate(
     seed: int = 0,
     precision: str | torch.dtype = "auto",
     trust_remote_code_model: bool = False,
+    tasks: str | Sequence[str] | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    include_path: str | Path | None = None,
 ) -> Report:
     """Measure the perplexity of a causal language model, and compare it with the original.
+
+    With ``tasks`` lm-eval (extra ``eval``) measures those; a text is then measured only if
+    ``dataset`` names one.
 
     The documents are joined and cut into windows of ``max_seq_length`` tokens that do not
     overlap. Checkpoints are loaded by transformers; those with packed zero points too, which some
@@ -85,11 +93,17 @@ def evaluate(
         max_seq_length: tokens of a window; by default 256, or the limit of the models if that
             is less.
         num_samples: number of windows, drawn at random; all by default.
-        batch_size: windows per forward.
-        seed: selects the windows.
+        batch_size: windows, or requests of a task, per forward.
+        seed: selects the windows; tasks have lm-eval's own seeds.
         precision: dtype to load and compute in; by default the one that the configuration
             names. A model object keeps its own.
         trust_remote_code_model: run code that comes with the checkpoint.
+        tasks: names of lm-eval's tasks, groups, tags or patterns such as ``mmlu_*``, or YAML files;
+            a string may hold several with commas.
+        limit: samples of each task, the first ones; all by default.
+        num_fewshot: examples before each question of a task; by default as many as it asks for. A
+            task that is defined without examples keeps that.
+        include_path: a folder with YAML files of further tasks. Python code that they name runs.
 
     Returns:
         The report. A checkpoint's ``report.html`` shows it too, if it has one.
@@ -97,35 +111,83 @@ def evaluate(
     Raises:
         CheckpointError: a checkpoint does not exist, cannot be loaded, lacks weights, or is no
             causal language model.
-        DatasetError: the text is missing, empty, or does not fit the model.
-        ArgumentError: the two models have different vocabularies, or a number is out of range.
+        DatasetError: the text or the data of a task is missing, empty, or does not fit the model.
+        ArgumentError: the two models have different vocabularies, a number is out of range, there
+            is no such task, or lm-eval is not installed.
     """
     show_runs_quietly()
-    _check_numbers(max_seq_length=max_seq_length, num_samples=num_samples, batch_size=batch_size)
+    text_only = {"split": split, "dataset_config_name": dataset_config_name}
+    sizes = {"max_seq_length": max_seq_length, "num_samples": num_samples}
+    counts = {"limit": limit, "num_fewshot": num_fewshot}
+    _check_numbers(**sizes, **counts, batch_size=batch_size)
+    _check_used(tasks, dataset, {**text_only, **sizes}, {**counts, "include_path": include_path})
     dtype = parse_precision(precision_name("precision", precision))
+    report = Report()
     with hide_tqdm_bars():
+        loaded = None if tasks is None else load_tasks(tasks, include_path)
         model = _load(checkpoint, trust_remote_code_model, dtype)
         original = None if reference is None else _load(reference, trust_remote_code_model, dtype)
-        length = _window_length(max_seq_length, [model, *([] if original is None else [original])])
+        models = [model, *([] if original is None else [original])]
         tokenizer, why = _tokenizer(tokenizer, checkpoint, reference, trust_remote_code_model)
-        try:
-            documents = tokenized_documents(
-                dataset,
-                tokenizer,
-                text_column=text_column,
-                config_name=dataset_config_name,
-                split=split,
-            )
-            windows = sample_windows(cut_windows(documents, length), num_samples, seed)
-        except NoTokenizerError as error:
-            raise DatasetError(f"{error.problem} {why}".strip(), error.remedy) from error
-        _check_windows(windows, model)
+        with _explain_no_tokenizer(why):
+            if loaded is not None and tokenizer is None:
+                raise NoTokenizerError("Tasks are texts, and the model came without its tokenizer.")
+            if loaded is None or dataset is not None:
+                length = _window_length(max_seq_length, models)
+                documents = tokenized_documents(
+                    dataset,
+                    tokenizer,
+                    text_column=text_column,
+                    config_name=dataset_config_name,
+                    split=split,
+                )
+                windows = sample_windows(cut_windows(documents, length), num_samples, seed)
+                _check_windows(windows, model)
+                with _explain_failures(checkpoint, reference, dtype=dtype):
+                    report = measure(model, windows, reference=original, batch_size=batch_size)
+                report = _with_texts(report, windows, tokenizer)
+    if loaded is not None:  # with lm-eval's bars
+        how: dict[str, Any] = {**counts, "reference": original, "batch_size": batch_size}
         with _explain_failures(checkpoint, reference, dtype=dtype):
-            found = measure(model, windows, reference=original, batch_size=batch_size)
-    found = _with_texts(found, windows, tokenizer)
+            report = replace(report, tasks=measure_tasks(model, tokenizer, loaded, **how))
     if not isinstance(checkpoint, Module):
-        show_evaluation(Path(checkpoint).expanduser(), found.as_dict())
-    return found
+        show_evaluation(Path(checkpoint).expanduser(), report.as_dict())
+    return report
+
+
+@contextmanager
+def _explain_no_tokenizer(why: str) -> Iterator[None]:
+    """Say why there is no tokenizer where one is needed.
+
+    Raises:
+        DatasetError: the same, with the reason.
+    """
+    try:
+        yield
+    except NoTokenizerError as error:
+        remedy = error.remedy or "Pass `tokenizer`."
+        raise DatasetError(f"{error.problem} {why}".strip(), remedy) from error
+
+
+def _check_used(
+    tasks: Any, dataset: Any, of_text: Mapping[str, Any], of_tasks: Mapping[str, Any]
+) -> None:
+    """Raise for arguments of what is not measured.
+
+    Raises:
+        ArgumentError: one of a text that is not measured, or of tasks without ``tasks``.
+    """
+    if tasks is None:
+        unused, of, needed = of_tasks, "tasks, and none is named", "tasks"
+    elif dataset is None:
+        unused, of, needed = of_text, "a text, and with tasks alone none is measured", "dataset"
+    else:
+        return
+    for name, value in unused.items():
+        if value is not None:
+            raise ArgumentError(
+                f"The argument {name!r} is of {of}.", f"Give {needed!r} too, or leave it out."
+            )
 
 
 def _with_texts(report: Report, windows: Sequence[Window], tokenizer: Any) -> Report:
@@ -145,7 +207,7 @@ def _check_numbers(**given: Any) -> None:
         ArgumentError: an argument is not an integer or too small.
     """
     for name, value in given.items():
-        least = _LEAST_WINDOW if name == "max_seq_length" else 1
+        least = _LEAST.get(name, 1)
         (integer(least) if name == "batch_size" else optional(integer(least)))(name, value)
 
 

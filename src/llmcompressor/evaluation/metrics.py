@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,8 +131,37 @@ class Passage:
 
 
 @dataclass(frozen=True)
+class TaskScore:
+    """A metric of a model on a task of lm-eval.
+
+    Attributes:
+        task: the task, or a group of tasks.
+        metric: its name, with the filter of answers in parentheses if there is one.
+        value: as lm-eval has it: a share from 0 to 1 for ``acc`` and ``exact_match``.
+        stderr: standard error of the value, ``None`` where lm-eval gives none.
+        higher_is_better: whether a larger value is better, ``None`` where lm-eval does not say.
+        samples: number of samples measured.
+        num_fewshot: examples before each question.
+        reference: the value of the reference, ``None`` without one.
+        reference_stderr: its standard error.
+    """
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None = None
+    higher_is_better: bool | None = None
+    samples: int | None = None
+    num_fewshot: int | None = None
+    reference: float | None = None
+    reference_stderr: float | None = None
+
+
+@dataclass(frozen=True)
 class Report:
-    """The metrics of a model on a text; those that need a reference are ``None`` without one.
+    """The metrics of a model on a text and on tasks.
+
+    Those that need a reference are ``None`` without one, those of a text where none was measured.
 
     Attributes:
         tokens: number of predicted tokens, without padding and the first of each window.
@@ -142,43 +172,49 @@ class Report:
         top1_agreement: share of the tokens where both models' top-1 token is the same.
         worst: the windows where the model is furthest from the reference, or without one has the
             largest loss, the worst first.
+        tasks: the scores of lm-eval's tasks.
     """
 
-    tokens: int
-    windows: int
-    loss: float
+    tokens: int = 0
+    windows: int = 0
+    loss: float | None = None
     reference_loss: float | None = None
     kl_divergence: float | None = None
     top1_agreement: float | None = None
     worst: tuple[Passage, ...] = ()
+    tasks: tuple[TaskScore, ...] = ()
 
     @property
-    def perplexity(self) -> float:
+    def perplexity(self) -> float | None:
         """``exp(loss)``."""
         return _exp(self.loss)
 
     @property
     def reference_perplexity(self) -> float | None:
         """``exp(reference_loss)``."""
-        return None if self.reference_loss is None else _exp(self.reference_loss)
+        return _exp(self.reference_loss)
 
     @property
     def loss_increase(self) -> float | None:
         """The loss minus the reference's loss."""
-        return None if self.reference_loss is None else self.loss - self.reference_loss
+        if self.loss is None or self.reference_loss is None:
+            return None
+        return self.loss - self.reference_loss
 
-    def as_dict(self) -> dict[str, float | int | None]:
+    def as_dict(self) -> dict[str, Any]:
         """Fields and derived metrics by name, ready for JSON."""
         derived = ("perplexity", "reference_perplexity", "loss_increase")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
-def _exp(loss: float) -> float:
+def _exp(loss: float | None) -> float | None:
     """The exponential, infinite where it overflows.
 
     >>> _exp(1e9)
     inf
     """
+    if loss is None:
+        return None
     try:
         return math.exp(loss)
     except OverflowError:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
-from llmcompressor.reporting.cards import depth_chart, size_card
+from llmcompressor.reporting.cards import depth_chart, number, size_card
 from llmcompressor.reporting.charts import Dot, bars, over_depth
 from llmcompressor.reporting.contents import Contents, Matrix, contents_of, depth_of
 from llmcompressor.reporting.page import Card, Figure, data_of, render
@@ -87,9 +87,19 @@ def write_page(
     if source is not None:
         data["before"] = _before(source)
     if evaluation is not None:
-        data["evaluation"] = dict(evaluation)
+        data["evaluation"] = _joined(data.get("evaluation") or {}, evaluation)
     replace(page, page_of(folder, data, errors).encode())
     return page
+
+
+def _joined(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an evaluation with what an earlier one measured and this one did not: text or tasks.
+
+    >>> _joined({"loss": 2.0, "tokens": 8, "tasks": []}, {"loss": None, "tasks": [{"task": "x"}]})
+    {'loss': 2.0, 'tokens': 8, 'tasks': [{'task': 'x'}]}
+    """
+    of_text = before if now.get("loss") is None and before else now
+    return {**of_text, "tasks": now.get("tasks") or before.get("tasks") or []}
 
 
 def _is_wanted() -> bool:
@@ -195,8 +205,8 @@ def figures_of(
     found.append(Figure("matrices quantized", str(len(matrices))))
     if errors:
         found.append(Figure("mean error of weights", f"{sum(errors) / len(errors):.4f}"))
-    evaluation = data.get("evaluation")
-    if evaluation:
+    evaluation = data.get("evaluation") or {}
+    if evaluation.get("perplexity") is not None:
         found.append(Figure("perplexity", f"{evaluation['perplexity']:.4g}"))
     verdict = contents.report.get("verification")
     if verdict:
@@ -287,7 +297,10 @@ def _evaluation(found: Mapping[str, Any] | None) -> list[Card]:
     rows = [
         (text, f"{found[name]:.5g}") for name, text in names.items() if found.get(name) is not None
     ]
-    cards = [Card("evaluation", "Evaluation", head=("", ""), rows=rows, numbers=(1,))]
+    cards = _tasks(found.get("tasks") or [])
+    if found.get("loss") is None:
+        return cards
+    cards.append(Card("evaluation", "Evaluation", head=("", ""), rows=rows, numbers=(1,)))
     worst = found.get("worst") or []
     if worst:
         cards.append(
@@ -301,6 +314,34 @@ def _evaluation(found: Mapping[str, Any] | None) -> list[Card]:
             )
         )
     return cards
+
+
+def _tasks(scores: Sequence[Mapping[str, Any]]) -> list[Card]:
+    if not scores:
+        return []
+    better = {True: "higher", False: "lower"}
+    rows = [
+        (
+            one["task"],
+            one["metric"],
+            better.get(one["higher_is_better"], ""),
+            *("" if one[name] is None else str(one[name]) for name in ("num_fewshot", "samples")),
+            *(number(one[name]) for name in ("value", "stderr", "reference", "reference_stderr")),
+        )
+        for one in scores
+    ]
+    head = ("task", "metric", "better", "examples", "samples")
+    return [
+        Card(
+            "tasks",
+            "Benchmarks",
+            head=(*head, "score", "±", "original", "±"),
+            rows=rows,
+            numbers=range(3, 9),
+            note="Measured by lm-eval. ± is the standard error.",
+            wide=True,
+        )
+    ]
 
 
 def _cut(text: str) -> str:

@@ -207,9 +207,9 @@ def test_scores_are_told_before_and_after(
     run("fp8")
     names = run("evaluate_lm_eval", TASK=tmp_path / "task.yaml")
     told = capsys.readouterr().out
-    assert len(re.findall(r"\|next_word\|.*\|acc +\|", told)) == 2
-    assert re.search(rf"^{names['OUTPUT']}$", told, re.MULTILINE)
-    assert names["scores"]["results"]["next_word"]["sample_len"] == len(rows)
+    assert re.search(r"^next_word acc: \d\.\d+, original \d\.\d+$", told, re.MULTILINE)
+    assert told.endswith(f"Next: vllm serve {names['OUTPUT']}\n")
+    assert {one.samples for one in names["scores"]} == {len(rows)}
 
 
 def weights_of_blocks(model: Any) -> list[torch.Tensor]:

@@ -221,6 +221,14 @@ def test_evaluate_passes_its_options_on(evaluate: Entrypoint, tmp_path: Path) ->
     assert evaluate.given["seed"] == 4
 
 
+def test_evaluate_passes_tasks_on(evaluate: Entrypoint, tmp_path: Path) -> None:
+    tasks = ["--tasks", "gsm8k,mmlu_*", "--limit", "8", "--num-fewshot", "0"]
+    result = run("evaluate", "a", *tasks, "--include-path", str(tmp_path))
+    assert result.exit_code == 0, result.stderr
+    expected = {"tasks": "gsm8k,mmlu_*", "limit": 8, "num_fewshot": 0, "include_path": tmp_path}
+    assert {name: evaluate.given[name] for name in expected} == expected
+
+
 def test_options_have_the_defaults_of_evaluate() -> None:
     """The command states defaults of its own, for the help: they must be the entrypoint's."""
     from llmcompressor.entrypoints.evaluate import evaluate as entrypoint

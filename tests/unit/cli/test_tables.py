@@ -6,8 +6,8 @@ import io
 from rich.console import Console
 
 from llmcompressor.cli.demo import DemoResult, DemoRow
-from llmcompressor.cli.tables import print_demo
-from llmcompressor.evaluation.metrics import Report
+from llmcompressor.cli.tables import print_demo, print_report
+from llmcompressor.evaluation.metrics import Report, TaskScore
 
 REPORT = Report(100, 4, 2.0, reference_loss=1.5, kl_divergence=0.25, top1_agreement=0.875)
 
@@ -28,3 +28,21 @@ def test_the_demo_shows_every_figure() -> None:
     shown = ["7.3 MB", "14.736", "W4A16 GPTQ", "2.5 MB", "7.389", "0.2500", "87.5%", "12.3"]
     for figure in [*shown, "812.0 MB", "'def '", "'a[b]'", "'c'"]:
         assert figure in text.getvalue()
+
+
+def test_scores_of_tasks_stand_beside_the_reference() -> None:
+    def shown(report: Report) -> list[list[str]]:
+        text = io.StringIO()
+        print_report(report, Console(file=text, width=140))
+        return [line.split() for line in text.getvalue().splitlines()]
+
+    alone = TaskScore("gsm8k", "acc", 0.5, 0.0125, True, samples=40)
+    assert shown(Report(tasks=(alone,))) == [
+        ["Task", "Metric", "Better", "Samples", "Checkpoint"],
+        ["gsm8k", "acc", "higher", "40", "0.5000", "±", "0.0125"],
+    ]
+    beside = TaskScore("wiki", "perplexity", 9.0, None, False, reference=8.5, reference_stderr=0.1)
+    *of_text, heading, row = shown(Report(8, 2, 2.0, tasks=(beside,)))
+    assert ["Loss", "2.0000"] in of_text
+    assert heading[-1] == "Reference"
+    assert row == ["wiki", "perplexity", "lower", "-", "9.0000", "8.5000", "±", "0.1000"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -18,11 +19,13 @@ from tests.support import mixtures
 from llmcompressor import compare, evaluate, model_free_ptq, oneshot, report
 from llmcompressor.datasets.stdlib_text import calibration_passages
 from llmcompressor.errors import ArgumentError, CheckpointError
+from llmcompressor.evaluation.metrics import Report, TaskScore
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.reporting.cards import depth_chart
 from llmcompressor.reporting.contents import Matrix, contents_of
 from llmcompressor.reporting.page import Card, Figure, data_of, render
+from llmcompressor.reporting.report import write_page
 from llmcompressor.verification.check import verify_files
 
 _MOST_BYTES = 1_000_000
@@ -125,6 +128,22 @@ def test_an_evaluation_is_shown_with_the_worst_passages(copied: Path, pico: Path
     shown = cells(copied / "report.html")
     assert f"{found.perplexity:.5g}" in shown
     assert any(found.worst[0].text[:40] in cell for cell in shown)
+    assert data_of(copied / "report.html")["phases"]  # the run's figures stay
+
+
+def test_scores_of_tasks_stand_beside_figures_of_a_text(copied: Path) -> None:
+    """Whichever was measured first."""
+    of_text = Report(8, 2, loss=2.0).as_dict()
+    score = TaskScore("gsm8k", "exact_match", 0.375, 0.0125, True, 40, 5, reference=0.4375)
+    of_tasks = Report(tasks=(score,)).as_dict()
+    for first, second in ((of_text, of_tasks), (of_tasks, of_text)):
+        write_page(copied, evaluation=first)
+        write_page(copied, evaluation=second)
+        shown = cells(copied / "report.html")
+        place = shown.index("gsm8k")
+        expected = ["exact_match", "higher", "5", "40", "0.375", "0.0125", "0.4375", ""]
+        assert shown[place + 1 : place + 9] == expected
+        assert f"{math.exp(2):.5g}" in shown
     assert data_of(copied / "report.html")["phases"]  # the run's figures stay
 
 
