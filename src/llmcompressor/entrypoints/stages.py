@@ -124,7 +124,9 @@ class StageRecord:
                 f"There is nothing to resume: {self._file} is not there.",
                 'Start with resume="auto" (the default).',
             )
-        elif self._root.is_dir() and any(self._root.iterdir()):
+        elif self._root.is_dir() and any(
+            path.name != f"{_RECORD}.new" for path in self._root.iterdir()  # left by a kill
+        ):
             raise OutputError(
                 f"The output directory {self._root} already holds files, which are no stages.",
                 "Choose another one.",

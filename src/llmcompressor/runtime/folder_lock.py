@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +32,8 @@ except ImportError as error:
 
 _held: set[int] = set()
 """Handles of the locks of this process."""
+_SECONDS_TO_FORK = 1.0
+"""Within which a process that is forked closes what it shares with its parent."""
 
 
 def _close_in_child() -> None:
@@ -65,8 +68,16 @@ def locked(file: Path, what: str) -> Iterator[None]:
 
 
 def _take(file: Path, what: str) -> int:
+    until = time.monotonic() + _SECONDS_TO_FORK
     while True:
-        handle = _open(file)
+        try:
+            handle = _open(file)
+        except FileNotFoundError:  # another run that has ended has removed the folder
+            if file.parent.is_symlink():
+                raise
+            with suppress(FileExistsError):  # a third one has made it
+                file.parent.mkdir(parents=True, exist_ok=True)
+            continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_still(handle, file):
@@ -76,6 +87,9 @@ def _take(file: Path, what: str) -> int:
         except BlockingIOError as error:
             owner = os.pread(handle, 20, 0).decode(errors="replace").strip()
             os.close(handle)
+            if _is_leaving(owner, file) and time.monotonic() < until:
+                time.sleep(0.01)
+                continue
             raise OutputError(
                 f"Another run{_who(owner)} is writing {what}.",
                 "Wait for it, or choose another output directory.",
@@ -84,7 +98,6 @@ def _take(file: Path, what: str) -> int:
             os.close(handle)
             raise
         os.close(handle)  # of a file that another run has removed
-        file.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _open(file: Path) -> int:
@@ -106,6 +119,11 @@ def _is_still(handle: int, file: Path) -> bool:
         return os.path.samestat(os.fstat(handle), os.stat(file, follow_symlinks=False))
     except FileNotFoundError:
         return False
+
+
+def _is_leaving(owner: str, file: Path) -> bool:
+    """Return True if only what this process has just forked can hold the lock, for a moment."""
+    return owner == str(os.getpid()) and not any(_is_still(handle, file) for handle in _held)
 
 
 def _who(owner: str) -> str:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,17 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
                 pass
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_lock_waits_for_what_was_just_forked(tmp_path: Path) -> None:
+    """A child shares the open file until it runs; a folder that went meanwhile comes again."""
+    file = tmp_path / "gone" / "lock"
+    with locked(file, "x"):
+        shared = os.dup(next(iter(folder_lock._held)))
+    closing = threading.Timer(0.1, os.close, [shared])
+    closing.start()
+    with locked(file, "x"):
+        closing.join()
 
 
 def test_an_owner_that_has_ended_is_not_said_to_write(tmp_path: Path) -> None:
