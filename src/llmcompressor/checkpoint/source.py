@@ -476,7 +476,13 @@ def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """Return the name of the quantization method in ``config.json``, or ``None``."""
+    """Return the name of the quantization method in ``config.json``, or ``None``.
+
+    >>> quantization_method({"quantization": {"group_size": 64, "bits": 4}})
+    'mlx'
+    """
+    own = config.get("quantization")  # mlx may write it as quantization_config too
+    is_mlx = isinstance(own, Mapping) and {"group_size", "bits"} <= own.keys()
     text_config = config.get("text_config")
     inner = text_config if isinstance(text_config, Mapping) else {}
     for holder, key in (
@@ -493,8 +499,8 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
                 "model is quantized.",
                 "Remove it if the weights are plain; else download or copy the file again.",
             )
-        return str(settings.get("quant_method") or "an unnamed method")
-    return None
+        return str(settings.get("quant_method") or ("mlx" if is_mlx else "an unnamed method"))
+    return "mlx" if is_mlx else None
 
 
 def is_empty_quantization(settings: Any) -> bool:

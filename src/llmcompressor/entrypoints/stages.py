@@ -125,7 +125,8 @@ class StageRecord:
                 'Start with resume="auto" (the default).',
             )
         elif self._root.is_dir() and any(
-            path.name != f"{_RECORD}.new" for path in self._root.iterdir()  # left by a kill
+            path.name != f"{_RECORD}.new"
+            for path in self._root.iterdir()  # left by a kill
         ):
             raise OutputError(
                 f"The output directory {self._root} already holds files, which are no stages.",

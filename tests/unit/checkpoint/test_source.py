@@ -272,6 +272,11 @@ def test_quantized_models_are_refused_with_a_remedy(single: Path) -> None:
         with pytest.raises(CheckpointError, match="already quantized by gptq"):
             inspect_source(single)
         assert inspect_source(single, allow_quantized=True).tensors
+    mlx = {"group_size": 64, "bits": 4}
+    for config in ({"quantization": mlx}, {"quantization": mlx, "quantization_config": mlx}):
+        (single / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match="already quantized by mlx"):
+            inspect_source(single)
     for method, remedy in (("compressed-tensors", "load_context"), ("fp8", "dequantize=True")):
         config = {"quantization_config": {"quant_method": method}}
         (single / "config.json").write_text(json.dumps(config))
