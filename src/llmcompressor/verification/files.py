@@ -486,6 +486,12 @@ def _key(module: str) -> str:
     return f"{layer_of(tail)}experts" if "experts" in tail.split(".") else tail
 
 
+def left_by_run(files: Files) -> frozenset[str]:
+    """The tensors of its source that the run has left behind, as its report says."""
+    left = _report(files).get("left_behind")
+    return frozenset(map(str, left)) if isinstance(left, list) else frozenset()
+
+
 def _report(files: Files) -> Mapping[str, Any]:
     try:
         report = parse_json((files.directory / _REPORT).read_text(encoding="utf-8"))

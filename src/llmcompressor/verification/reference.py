@@ -22,6 +22,7 @@ from llmcompressor.verification.files import (
     Changed,
     Files,
     Run,
+    left_by_run,
     runs_since,
     tensor_chunks,
     without_prefixes,
@@ -457,7 +458,7 @@ class Reference:
 
     def missing(self, used: set[str]) -> Iterator[Finding]:
         """R1 and R5: what of the original was not found in the checkpoint."""
-        used = used | self._converted.whole()
+        used, left = used | self._converted.whole(), left_by_run(self.checkpoint)
         yield from compare_tie(self.checkpoint, self.files)
         yield from self._unrecorded()
         for name in self.files.places:
@@ -470,6 +471,11 @@ class Reference:
                 said = "Its layer takes no such tensor: the class passes over it."
                 remedy = "Nothing; model_free_ptq keeps every tensor."
                 yield _finding("R1", name, said, remedy, Severity.NOTE)
+                continue
+            if name in left:
+                said = "The run left it behind, as its report says: the class does not read it."
+                remedy = "Nothing, if no server reads it; model_free_ptq keeps every tensor."
+                yield _finding("R1", name, said, remedy, Severity.WARNING)
                 continue
             head = name.endswith(("lm_head.weight", "embed_out.weight"))
             yield _finding(

@@ -119,6 +119,24 @@ def test_a_run_tells_what_it_leaves_behind(run: Any, tmp_path: Path, warned: lis
     assert verify_files(tmp_path / "out", source).ok
 
 
+@pytest.mark.parametrize("run", [streamed, in_memory])
+def test_verify_knows_what_the_run_left_behind(run: Any, tmp_path: Path) -> None:
+    source, out = tmp_path / "model", tmp_path / "out"
+    small_models.one_block(hidden_size=32, intermediate_size=32, vocab_size=64).save_pretrained(
+        source
+    )
+    file, bias = source / "model.safetensors", "model.layers.0.mlp.down_proj.bias"
+    save_file(load_file(file) | {bias: torch.ones(32)}, file, {"format": "pt"})
+    run(source, out)
+    told = verify_files(out, source)
+    assert told.ok
+    assert [(one.rule, one.severity) for one in told.findings if one.module == bias] == [
+        ("R1", Severity.WARNING)
+    ]
+    (out / "compression_report.json").unlink()
+    assert not verify_files(out, source).ok  # nobody says that it was meant
+
+
 def test_model_free_ptq_tells_what_it_leaves_behind(tmp_path: Path) -> None:
     source = left_in(tmp_path / "model")
     model_free_ptq(source, tmp_path / "out", "W8A16", ignore=["re:.*embed", "lm_head"])
