@@ -40,6 +40,8 @@ from llmcompressor.evaluation.tasks import load_tasks, measure_tasks
 from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.patches import modules_with_adapters
 from llmcompressor.reporting.report import show_evaluation
+from llmcompressor.runtime.launch import own_device
+from llmcompressor.runtime.processes import is_first_rank
 from llmcompressor.runtime.progress import hide_tqdm_bars
 from llmcompressor.utils import dispatch_for_generation
 from llmcompressor.verification.facts import Finding, Severity
@@ -49,6 +51,7 @@ _LEAST = {"max_seq_length": 2, "num_fewshot": 0}  # one token to see, and one to
 
 
 @told_by_name
+@own_device()
 def evaluate(
     checkpoint: str | Path | PreTrainedModel,
     *,
@@ -150,7 +153,7 @@ def evaluate(
         how: dict[str, Any] = {**counts, "reference": original, "batch_size": batch_size}
         with _explain_failures(checkpoint, reference, dtype=dtype):
             report = replace(report, tasks=measure_tasks(model, tokenizer, loaded, **how))
-    if not isinstance(checkpoint, Module):
+    if not isinstance(checkpoint, Module) and is_first_rank():
         show_evaluation(Path(checkpoint).expanduser(), report.as_dict())
     return report
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.numerics.products import float32_by_default
 from llmcompressor.recipe import Recipe
 from llmcompressor.reporting.summary import tell_summary, told_run
+from llmcompressor.runtime.launch import launched_group
+from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.resolve import ResolvedSchemes
@@ -120,37 +123,50 @@ def model_free_ptq(
         model_free_ptq("./new-model", "./new-model-FP8", "FP8_BLOCK", ignore=["re:.*gate$"])
     """
     show_runs_quietly()
-    _check_workers(max_workers)
-    converters = parse_converters(converter)
-    fields = _fields(scheme, config, () if ignore is None else ignore)
-    modifier = QuantizationModifier(**fields)
-    resolved = modifier.resolve_quantization_config()
-    _check_needs_no_data(modifier, resolved)
-    chosen = _device(device)
-    job = Job(
-        as_path("save_directory", save_directory),
-        None,
-        model=path("model_stub", model_stub),
-        recipe=modifier,
-        device=chosen,
-        resume=resume,
-        max_memory=max_memory,
-        verify=verify,
-        report=report,
-        overwrite=overwrite,
-    )
-    assert job.output_dir is not None
-    source = _inspect(os.fspath(model_stub), is_verified=verify)
-    tell_remarks(source)
-    with (
-        told_run(),
-        converted_checkpoint(
-            source, converters, job.output_dir, device=chosen, workers=max_workers
-        ) as converted,
-    ):
-        _quantize(job, converted, fields, resolved)
-        tell_summary(job.output_dir)
+    with launched_group(), _by_the_first() as processes:
+        _check_workers(max_workers)
+        converters = parse_converters(converter)
+        fields = _fields(scheme, config, () if ignore is None else ignore)
+        modifier = QuantizationModifier(**fields)
+        resolved = modifier.resolve_quantization_config()
+        _check_needs_no_data(modifier, resolved)
+        chosen = _device(device)
+        job = Job(
+            as_path("save_directory", save_directory),
+            None,
+            model=path("model_stub", model_stub),
+            recipe=modifier,
+            device=chosen,
+            resume=resume,
+            max_memory=max_memory,
+            verify=verify,
+            report=report,
+            overwrite=overwrite,
+        )
+        assert job.output_dir is not None
+        processes.check_equal("recipe", job.recipe.yaml())
+        processes.check_equal("save_directory", str(job.output_dir))
+        if processes.is_first:
+            source = _inspect(os.fspath(model_stub), is_verified=verify)
+            tell_remarks(source)
+            with (
+                told_run(),
+                converted_checkpoint(
+                    source, converters, job.output_dir, device=chosen, workers=max_workers
+                ) as converted,
+            ):
+                _quantize(job, converted, fields, resolved)
+                tell_summary(job.output_dir)
     return job.output_dir
+
+
+@contextmanager
+def _by_the_first() -> Iterator[Processes]:
+    """Yield the processes of a run whose work the first one does; the others wait for it."""
+    processes = Processes.from_process_group()
+    with processes.notify_on_failure():
+        yield processes
+        processes.all_gather("end")
 
 
 @float32_by_default()

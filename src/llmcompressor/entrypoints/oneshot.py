@@ -34,6 +34,7 @@ from llmcompressor.logger import log_to_file, logger, quiet, show_runs_quietly
 from llmcompressor.modeling.sharded import is_sharded
 from llmcompressor.numerics.products import float32_by_default, full_float32_products
 from llmcompressor.reporting.summary import tell_summary, told_run
+from llmcompressor.runtime.launch import launched_group
 from llmcompressor.runtime.processes import Processes
 from llmcompressor.session.functions import exclusive_session
 
@@ -211,10 +212,6 @@ class Oneshot(Job):
     ) -> None:
         self._given = {"output_dir": output_dir, "log_dir": log_dir, **arguments}
         show_runs_quietly()
-        if not _is_dry(arguments) and not is_sharded(arguments.get("model")):
-            self.processes = Processes.from_process_group()
-        with self.processes.notify_on_failure():
-            super().__init__(output_dir, log_dir, **arguments)
         self.model: Any = None
         if hasattr(type(self), "apply_recipe_modifiers"):
             raise InputError(
@@ -222,6 +219,13 @@ class Oneshot(Job):
                 "call: blocks are loaded, compressed and written one after another.",
                 "Do before and after super().__call__() what it does, or write a modifier.",
             )
+        with ExitStack() as group:
+            if not _is_dry(arguments) and not is_sharded(arguments.get("model")):
+                group.enter_context(launched_group())
+                self.processes = Processes.from_process_group()
+            with self.processes.notify_on_failure():
+                super().__init__(output_dir, log_dir, **arguments)
+            self._group = group.pop_all()  # left at the end of the run
         if _TOKENIZERS not in os.environ:
             os.environ[_TOKENIZERS] = "false"
             logger.info(
@@ -237,6 +241,7 @@ class Oneshot(Job):
         if self.log_dir is not None:
             log = Path(self.log_dir) / f"oneshot_{datetime.now():%Y-%m-%d_%H-%M-%S}.log"
         with (
+            self._group,
             self._synchronized(),
             log_to_file(log if self.processes.is_first else None),
             exclusive_session(),
@@ -259,15 +264,8 @@ class Oneshot(Job):
             yield
             return
         with processes.notify_on_failure(), torch.random.fork_rng(devices=[]):
-            told = {"recipe": self.recipe.yaml(), "output_dir": str(self.output_dir)}
-            for name, found in told.items():
-                if len(set(processes.all_gather(name, found))) > 1:
-                    raise ArgumentError(
-                        "The processes of torch.distributed make one model together, and were "
-                        f"given different values of {name}.",
-                        "Give all of them the same; for models of their own start them without a "
-                        "process group.",
-                    )
+            processes.check_equal("recipe", self.recipe.yaml())
+            processes.check_equal("output_dir", str(self.output_dir))
             torch.set_rng_state(processes.all_gather("random numbers", torch.get_rng_state())[0])
             with quiet(wanted=not processes.is_first):
                 yield

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import pickle
 import threading
 import time
@@ -23,8 +24,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from llmcompressor.errors import ProcessError
+from llmcompressor.errors import ArgumentError, ProcessError
 from llmcompressor.logger import logger
+from llmcompressor.runtime.launch import launch_of, meeting
 
 _ROOT = "llmcompressor"
 _LONGEST_PAUSE = 0.5
@@ -44,6 +46,13 @@ def rank_and_world_size() -> tuple[int, int]:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
+
+
+def is_first_rank() -> bool:
+    """Return True in one process of the group, or else of the launch; and in one that is alone."""
+    rank, count = rank_and_world_size()
+    launch = launch_of(os.environ) if count == 1 else None
+    return (rank if launch is None else launch.rank) == 0
 
 
 class Processes:
@@ -153,6 +162,25 @@ class Processes:
             )
         return [value for _, value in found]
 
+    def check_equal(self, name: str, value: Any) -> None:
+        """Refuse a run whose processes were given different values of an argument.
+
+        Args:
+            name: the argument.
+            value: a small value that can be hashed.
+
+        Raises:
+            ArgumentError: it differs; on all processes.
+            ProcessError: as :meth:`all_gather`.
+        """
+        if len(set(self.all_gather(name, value))) > 1:
+            raise ArgumentError(
+                "The processes of torch.distributed make one model together, and were given "
+                f"different values of {name}.",
+                "Give all of them the same; for models of their own start them one by one, with "
+                "WORLD_SIZE unset and without a process group.",
+            )
+
     def pooled(self, batches: Sequence[Any], digest: str) -> tuple[Sequence[Any], int]:
         """Return the batches of all processes in the order of their ranks, in main memory.
 
@@ -185,11 +213,15 @@ def write_once(place: Path) -> Iterator[bool]:
     """Yield True in the one process that is to write ``place``; others wait until it has written.
 
     The first process to arrive writes. A place may also be written by some of the processes only.
+    After a run that made its process group itself, the processes are still those of the launch.
 
     Raises:
         ProcessError: the writing process has failed.
     """
     rank, count = rank_and_world_size()
+    met = meeting()
+    if count == 1 and met is not None:
+        rank, count = met.launch.rank, met.launch.count
     if count == 1:
         yield True
         return
@@ -233,8 +265,12 @@ def _gather_bytes(packed: bytes, count: int) -> list[Any]:
 
 
 def _store() -> Any:
+    from torch import distributed  # noqa: PLC0415  # see above
     from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415  # see above
 
+    met = meeting()
+    if met is not None and not distributed.is_initialized():
+        return met.store
     return _get_default_store()
 
 

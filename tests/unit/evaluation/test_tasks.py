@@ -161,7 +161,9 @@ def test_data_that_cannot_be_loaded(stand_in: StandIn) -> None:
 
 
 def test_several_processes(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ArgumentError, match="one process"):
         evaluate(NOWHERE, tasks="gsm8k")
 

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that a launcher has started, and a process group of them for the time of a run.
+
+``torchrun`` and ``accelerate launch`` set ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``
+and ``MASTER_PORT``. Slurm's ``srun`` sets variables of its own, from which the same five follow.
+Only a script that ``srun`` itself started counts: the batch script has most of them, too.
+
+The ranks meet in a store of torch, as by ``env://``. It is kept to the end of the process, so that
+each run can make a group and destroy it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from llmcompressor.errors import ArgumentError, ProcessError
+
+JOIN = 600.0
+"""Seconds that a rank waits for the others to begin a run, by default."""
+_FAREWELL = 10.0
+"""Seconds that the rank with the store waits at its end for the others to end."""
+_PAUSE = 0.02
+_FIRST_PORT, _PORTS = 12_000, 20_000
+"""Where Slurm gives no port: below those that systems give to programs that ask for any."""
+_ALONE = "To run alone, unset WORLD_SIZE and RANK."
+_numbers = itertools.count()
+_joined: list[Meeting] = []
+"""The one meeting of this process, if it has joined any."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The place of this process among those that a launcher has started.
+
+    Attributes:
+        rank: its rank.
+        count: the number of ranks, at least 2.
+        local_rank: its rank on this machine.
+        address: the host of rank 0, or of the launcher's store.
+        port: the port of the store there.
+    """
+
+    rank: int
+    count: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def launch_of(environment: Mapping[str, str]) -> Launch | None:
+    """Read a launch from the environment; ``None`` for a process that runs alone.
+
+    Raises:
+        ArgumentError: variables are missing, no numbers, or contradict each other.
+    """
+    if "WORLD_SIZE" in environment or "RANK" in environment:
+        return _of_torchrun(environment)
+    return _of_slurm(environment)
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Launch | None:
+    count, rank = _number(environment, "WORLD_SIZE"), _number(environment, "RANK")
+    if (count or 1) == 1 and not rank:
+        return None
+    needed = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in needed if not environment.get(name)]:
+        given = ", ".join(f"{name}={environment[name]}" for name in needed if name not in missing)
+        raise ArgumentError(
+            f"The environment says that this is one of several processes ({given}), and lacks "
+            f"{', '.join(missing)}.",
+            f"Start the script with torchrun, which sets all of them. {_ALONE}",
+        )
+    port = _number(environment, "MASTER_PORT")
+    assert rank is not None
+    assert count is not None
+    assert port is not None
+    local = _number(environment, "LOCAL_RANK")
+    return _checked(
+        Launch(rank, count, rank if local is None else local, environment["MASTER_ADDR"], port),
+        "WORLD_SIZE",
+        "RANK",
+    )
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Launch | None:
+    is_step = {"SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR"} & environment.keys()
+    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    count = _number(environment, name)
+    if not is_step or (count or 1) == 1:
+        return None
+    rank = _number(environment, "SLURM_PROCID")
+    if count is None or rank is None:
+        raise ArgumentError(
+            f"The environment says that srun has started {count} tasks, and lacks SLURM_PROCID.",
+            "Start the script with srun, which sets it, or with torchrun.",
+        )
+    port = _number(environment, "MASTER_PORT")
+    if port is None:
+        job = _number(environment, "SLURM_JOB_ID") or 0
+        port = _FIRST_PORT + (job + (_number(environment, "SLURM_STEP_ID") or 0)) % _PORTS
+    local = _number(environment, "SLURM_LOCALID") or 0
+    return _checked(
+        Launch(rank, count, local, _slurm_host(environment), port), name, "SLURM_PROCID"
+    )
+
+
+def _slurm_host(environment: Mapping[str, str]) -> str:
+    """The host of rank 0: the first node of the step."""
+    if given := environment.get("MASTER_ADDR"):
+        return given
+    nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")
+    if nodes == "1":
+        return "localhost"
+    names = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    if names:
+        return first_node(names)
+    return environment.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
+
+
+def first_node(names: str) -> str:
+    """Return the first node of a list in Slurm's notation.
+
+    >>> first_node("gpu[03-05,9],login")
+    'gpu03'
+    >>> first_node("rack2-n[1-4]-ib")
+    'rack2-n1-ib'
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", names)
+    assert first is not None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise ArgumentError(
+            f"The environment variable {name} is {text!r}, which is no number.",
+            f"Launchers set it, torchrun for one. {_ALONE}",
+        )
+    return int(text)
+
+
+def _checked(launch: Launch, counting: str, ranking: str) -> Launch:
+    if launch.rank >= launch.count:
+        raise ArgumentError(
+            f"The environment says {ranking}={launch.rank} of {counting}={launch.count}: ranks "
+            "count from 0.",
+            f"Start the script with torchrun or srun, which set both. {_ALONE}",
+        )
+    return launch
+
+
+# --------------------
+# Where the ranks meet.
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A launch, and the store that all of its ranks have reached."""
+
+    launch: Launch
+    store: Any
+
+
+def meeting() -> Meeting | None:
+    """Where this process has met the other ranks for a run; ``None`` if for none so far."""
+    return _joined[0] if _joined else None
+
+
+@contextmanager
+def launched_group(timeout: float = JOIN) -> Iterator[None]:
+    """Make the default process group of a launch for the time of the body.
+
+    Nothing is done where a group exists, or where this process was started alone. With CUDA the
+    group has NCCL beside gloo, and the device of the local rank is the current one.
+
+    Args:
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        ArgumentError: the environment is not that of a launcher; see :func:`launch_of`.
+        ProcessError: a rank does not come; names it.
+    """
+    from torch import distributed  # noqa: PLC0415  # importing the package loads no torch
+
+    if not distributed.is_available() or distributed.is_initialized():
+        yield
+        return
+    launch = launch_of(os.environ)
+    if launch is None:
+        yield
+        return
+    if not _joined:
+        _joined.append(_meet(launch, timeout))
+    store = _joined[0].store
+    number = next(_numbers)
+    _await_all(launch, store, f"llmcompressor/launch/{number}", timeout)
+    with own_device():
+        own = distributed.PrefixStore(  # type: ignore[attr-defined]  # its stubs hide it
+            f"llmcompressor/group/{number}", store
+        )
+        distributed.init_process_group(
+            _backend(),
+            store=own,
+            rank=launch.rank,
+            world_size=launch.count,
+        )
+        try:
+            yield
+        finally:
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+
+
+@contextmanager
+def own_device() -> Iterator[None]:
+    """Make the device of the local rank the current one, if a launcher started several ranks.
+
+    Raises:
+        ArgumentError: there are fewer devices than ranks on this machine.
+    """
+    import torch  # noqa: PLC0415  # importing the package loads no torch
+
+    launch = launch_of(os.environ)
+    if launch is None or not torch.cuda.is_available():
+        yield
+        return
+    number = torch.cuda.device_count()
+    if number == 1:  # Slurm may show each task its own device only
+        yield
+        return
+    if launch.local_rank >= number:
+        raise ArgumentError(
+            f"Rank {launch.rank} is the one with the number {launch.local_rank} on this machine, "
+            f"which has {number} devices.",
+            "Start as many processes on a machine as it has devices.",
+        )
+    with torch.cuda.device(launch.local_rank):
+        yield
+
+
+def _backend() -> str:
+    import torch  # noqa: PLC0415  # see above
+
+    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
+
+
+def _meet(launch: Launch, timeout: float) -> Meeting:
+    from torch import distributed  # noqa: PLC0415  # see above
+
+    is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = distributed.TCPStore(  # type: ignore[attr-defined]  # its stubs hide it
+            launch.address,
+            launch.port,
+            launch.count,
+            is_master=is_host,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ProcessError(
+            f"Rank {launch.rank} of {launch.count} cannot reach rank 0 at {launch.address}:"
+            f"{launch.port} (waited at most {timeout:g} s): {error}. Call the same function on all "
+            f"ranks. {_ALONE}"
+        ) from error
+    atexit.register(_part, launch, store, is_host=is_host)
+    return Meeting(launch, store)
+
+
+def _part(launch: Launch, store: Any, *, is_host: bool) -> None:
+    """Let the store live until the other ranks have read from it what they are told at the end."""
+    key = "llmcompressor/ended"
+    with suppress(RuntimeError):
+        if not is_host:
+            store.add(key, 1)
+            return
+        end = time.monotonic() + _FAREWELL
+        while store.add(key, 0) < launch.count - 1 and time.monotonic() < end:
+            time.sleep(_PAUSE)
+
+
+def _await_all(launch: Launch, store: Any, key: str, timeout: float) -> None:
+    end = time.monotonic() + timeout
+    try:
+        store.set(f"{key}/{launch.rank}", b"")
+        while absent := [
+            str(rank) for rank in range(launch.count) if not store.check([f"{key}/{rank}"])
+        ]:
+            if time.monotonic() > end:
+                raise ProcessError(
+                    f"Rank {launch.rank} has waited {timeout:g} s for rank {', '.join(absent)} of "
+                    f"{launch.count} to begin a run. Call the same function on all ranks. {_ALONE}"
+                )
+            time.sleep(_PAUSE)
+    except RuntimeError as error:
+        if isinstance(error, ProcessError):
+            raise
+        raise ProcessError(
+            f"The other ranks cannot be reached any more at {launch.address}:{launch.port}: {error}"
+        ) from error

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts that make no process group run under launchers as they do alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+from tests.support import launched_run
+from tests.support.small_models import one_block, tree
+
+Ranks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    one_block().save_pretrained(folder)
+    return str(folder)
+
+
+def srun(rank: int, port: str) -> dict[str, str]:
+    """What srun tells one of two tasks on one node."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1",
+        "MASTER_PORT": port,
+    }
+
+
+@pytest.fixture(scope="module")
+def tasks() -> Iterator[Ranks]:
+    """Runs a function in two processes that were started as by srun."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    context = multiprocessing.get_context("forkserver")
+    workers = [
+        ProcessPoolExecutor(1, context, initializer=launched_run.join, initargs=(srun(rank, port),))
+        for rank in range(2)
+    ]
+
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+        futures = [worker.submit(function, *args) for worker in workers]
+        return [future.result(timeout=120) for future in futures]
+
+    yield run
+    for worker in workers:
+        worker.shutdown()
+
+
+def test_runs_under_srun_write_what_one_process_writes(tasks, model, tmp_path):
+    alone = launched_run.all_entrypoints(model, tmp_path / "alone")
+    assert tasks(launched_run.all_entrypoints, model, tmp_path / "tasks") == [alone, alone]
+    assert tree(tmp_path / "tasks") == tree(tmp_path / "alone")
+
+
+def test_stages_under_srun_write_what_one_process_writes(tasks, model, tmp_path):
+    launched_run.stages(model, str(tmp_path / "alone"))
+    assert len(set(tasks(launched_run.stages, model, str(tmp_path / "tasks")))) == 1
+    for name in ("stage_sparse", "stage_quant"):
+        assert tree(tmp_path / "tasks" / name) == tree(tmp_path / "alone" / name)
+
+
+def test_ranks_that_do_not_agree_are_told_once_each(tasks, model, tmp_path):
+    first, second = tasks(launched_run.unlike, model, str(tmp_path / "out"))
+    assert second[0].startswith("RecipeError")
+    assert first[0].startswith("ProcessError: Process 1 has failed: RecipeError")
+    for one in (first, second):
+        assert one[1].startswith("ArgumentError")
+        assert "different values of recipe" in one[1]
+        assert "different values of output_dir" in one[2]
+        assert "different values of recipe" in one[3]
+        assert one[4] == "none"
+
+
+def test_a_script_under_torchrun_writes_what_it_writes_alone(model, tmp_path):
+    alone = launched_run.all_entrypoints(model, tmp_path / "alone")
+    # Else they look for each other by the machine's own name, for minutes where nobody knows it.
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "localhost"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    ended = subprocess.run(
+        [sys.executable, *command, launched_run.__file__, model, str(tmp_path / "torchrun")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert list(map(float, ended.stdout.split())) == [alone, alone]
+    assert tree(tmp_path / "torchrun") == tree(tmp_path / "alone")
