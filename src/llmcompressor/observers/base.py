@@ -7,8 +7,10 @@ and the range that these give.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, TypeVar
@@ -26,6 +28,7 @@ from llmcompressor.numerics.scales import (
     scales_from_range,
 )
 from llmcompressor.observers.canonical import CanonicalTensor, Range, to_canonical
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.registry import LazyRegistry, resolve
 from llmcompressor.schemes.bridge import (
     grid_of,
@@ -417,6 +420,25 @@ class Observer(ABC):
                 self._merge(other, other.observations / self.observations)
             else:
                 self._load(other._saved())
+        return self
+
+    def merge_over(self, ranks: Ranks) -> Self:
+        """Merge what the observers of all ranks have observed, in the order of the ranks.
+
+        All end with the same statistics. A rank that has observed nothing adds nothing.
+        """
+        if ranks.count == 1:
+            return self
+        saved = io.BytesIO()
+        torch.save(self.state_dict(), saved)
+        own, what = bytearray(saved.getvalue()), f"statistics of the {self.base_name}"
+        self.reset()
+        for rank in range(ranks.count):
+            sent = {"": torch.frombuffer(own, dtype=torch.uint8)} if rank == ranks.rank else {}
+            got = ranks.broadcast_from(rank, sent, what=what)[""]
+            other = copy.copy(self)
+            other.load_state_dict(torch.load(io.BytesIO(bytes(got.numpy())), weights_only=True))
+            self.merge(other)
         return self
 
     def reset(self) -> None:

@@ -25,6 +25,7 @@ from llmcompressor.numerics.gram import (
     mirror_upper_,
 )
 from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.runtime.collectives import Ranks
 
 _WIDE_RANGE = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that hold whatever an output may lack; float16 ends at 65504."""
@@ -125,6 +126,11 @@ class InputStatistics:
         self._accumulate_chunk(chunk)
 
     @property
+    def columns(self) -> int:
+        """C, the number of input features."""
+        return len(self._gram_CC)
+
+    @property
     def gram(self) -> Tensor:
         """``YᵀY``."""
         self._flush()
@@ -159,6 +165,33 @@ class InputStatistics:
         if self._missing_RC is not None and other.missing is not None:
             self._missing_RC += other.missing.mT.to(self._missing_RC.device)
         self.tokens += other.tokens
+
+    def sum_over(self, ranks: Ranks, owner: int | None = None) -> None:
+        """Add what all ranks have accumulated, in the order of the ranks.
+
+        All ranks call it for the same Linears, with the same streams.
+
+        Args:
+            ranks: the ranks of the run.
+            owner: the rank that gets the sums; all ranks if ``None``. The others keep their own.
+        """
+        what = f"second moments of the inputs of {self.name or 'a module'}"
+
+        def summed(tensor: Tensor, *, symmetric: bool = False) -> Tensor:
+            if owner is None:
+                return ranks.sum_all(tensor, what=what, symmetric=symmetric)
+            total = ranks.sum_to(owner, tensor, what=what, symmetric=symmetric)
+            return tensor if total is None else total
+
+        if ranks.count == 1:
+            return
+        self._flush()
+        self.tokens = int(ranks.sum_all(torch.tensor(self.tokens), what=what))
+        self._gram_CC = summed(self._gram_CC, symmetric=True)
+        if self._cross_CC is not None:
+            self._cross_CC = summed(self._cross_CC)
+        if self._missing_RC is not None:
+            self._missing_RC = summed(self._missing_RC)
 
     def _flush(self) -> None:
         self._accumulate_chunk(self._buffer.drain())
@@ -259,6 +292,36 @@ class InputCollector(Generic[Statistics]):
             statistics.update(input_TC)
         else:
             statistics.update(input_TC, self._rows(module, reference, token_mask))
+
+    def sum_over(
+        self,
+        ranks: Ranks,
+        modules: Iterable[Module],
+        owner_of: Callable[[Module], int | None] = lambda _: None,
+    ) -> None:
+        """Add what all ranks have collected of the inputs of ``modules``.
+
+        A rank without a token of an input, such as that of an expert, adds nothing to its sums.
+
+        Args:
+            ranks: the ranks of the run; all call it with the same modules in the same order.
+            modules: the modules.
+            owner_of: the rank that gets the sums of a leader; ``None``: all do.
+        """
+        if ranks.count == 1:
+            return
+        for place, leader in enumerate(self.leaders(modules)):
+            found: Any = self._found.get(leader)
+            own = [0, 0] if found is None else [found.columns, int(getattr(found, "is_twin", 0))]
+            what = f"inputs of module {place}"
+            columns, twin = ranks.max_all(torch.tensor(own), what=what).tolist()
+            if columns == 0:
+                continue  # no rank has a token of it
+            if found is None:
+                weight = next(leader.parameters())
+                found = self._create(leader, weight.new_empty(0, columns), bool(twin))
+                self._found[leader] = found
+            found.sum_over(ranks, owner_of(leader))
 
     def hook(
         self,
