@@ -47,6 +47,13 @@ _Text = Annotated[
         "(default: held-out modules of Python's standard library)"
     ),
 ]
+_TextToCompare = Annotated[
+    str | None,
+    typer.Option(
+        help="Text to measure both on: a file, a folder or the name of a dataset. "
+        "(default: none, and neither perplexity nor KL)"
+    ),
+]
 _Window = Annotated[
     int | None,
     typer.Option(help="Tokens of a window. (default: 256, or what the model takes if it is less)"),
@@ -328,7 +335,7 @@ def _compare(
     output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = (
         "comparison.html"
     ),
-    dataset: _Text = None,
+    dataset: _TextToCompare = None,
     max_seq_length: _Window = None,
     num_samples: _Samples = None,
     trust_remote_code_model: Annotated[

@@ -15,7 +15,7 @@ from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.logger import show_runs_quietly
 from llmcompressor.reporting.compare import Comparison, compare_folders, comparison_page
 from llmcompressor.reporting.contents import contents_of
-from llmcompressor.reporting.report import write_page
+from llmcompressor.reporting.report import evaluations_not_shown, write_page
 from llmcompressor.runtime.durable import replace
 from llmcompressor.verification.check import verify_files
 
@@ -99,22 +99,22 @@ def compare(
     show_runs_quietly()
     folders = _folder("first", first), _folder("second", second)
     original = None if reference is None else _folder("reference", reference)
-    page = path("output", output)
+    place = _page(output)
     found = compare_folders(*folders, original)
     if dataset is not None:
-        measured = [
-            evaluate(
-                folder,
-                reference=original or (folders[0] if folder is folders[1] else None),
-                dataset=dataset,
-                max_seq_length=max_seq_length,
-                num_samples=num_samples,
-                trust_remote_code_model=trust_remote_code_model,
-            ).as_dict()
-            for folder in folders
-        ]
+        with evaluations_not_shown():  # a checkpoint's own page is of no comparison
+            measured = [
+                evaluate(
+                    folder,
+                    reference=original or (folders[0] if folder is folders[1] else None),
+                    dataset=dataset,
+                    max_seq_length=max_seq_length,
+                    num_samples=num_samples,
+                    trust_remote_code_model=trust_remote_code_model,
+                ).as_dict()
+                for folder in folders
+            ]
         found = found.with_evaluations(measured)
-    place = Path(page).expanduser()
     try:
         replace(place, comparison_page(found, original).encode())
     except OSError as error:
@@ -124,11 +124,34 @@ def compare(
     return found
 
 
+def _page(given: str | os.PathLike[str]) -> Path:
+    """Return the place of a page, which is checked before any work."""
+    place = Path(path("output", given)).expanduser()
+    if place.is_dir():
+        raise OutputError(
+            f"The output {place} is a folder.", f"Name the page, such as {place / COMPARISON_FILE}."
+        )
+    if not place.parent.is_dir():
+        raise OutputError(
+            f"The page {place} cannot be written: there is no folder {place.parent}.",
+            "Make that folder, or give another output.",
+        )
+    if not os.access(place.parent, os.W_OK | os.X_OK):
+        raise OutputError(
+            f"The page {place} cannot be written: the folder {place.parent} is not writable.",
+            "Give another output.",
+        )
+    return place
+
+
 def _folder(argument: str, given: str | os.PathLike[str]) -> Path:
     place = path(argument, given)
     folder = local_directory(place) or Path(place).expanduser()
     if not folder.is_dir():
+        problem = f"There is no checkpoint folder {str(given)!r}."
+        if folder.exists():
+            problem = f"{str(given)!r} is a file."
         raise CheckpointError(
-            f"There is no checkpoint folder {given}.", "Give a folder with config.json and weights."
+            problem, "Give the folder of a checkpoint, with config.json and weights."
         )
     return folder

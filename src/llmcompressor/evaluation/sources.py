@@ -126,7 +126,8 @@ def tokenized_documents(
         if getattr(table.find(source), "is_mix", False):
             raise ArgumentError(
                 f"dataset={source!r} is a mix to calibrate with, which has no end.",
-                "Evaluate on another text, which the model was not calibrated with.",
+                "Leave dataset out for modules of the standard library that are kept for this, or "
+                "name a text that the model was not calibrated with.",
             )
     args = DatasetArguments(
         dataset=source, dataset_config_name=config_name, splits=split, text_column=text_column

@@ -103,7 +103,11 @@ def _definitions(schema: dict[str, Any]) -> dict[str, Any]:
     every = dict(schema.get("$defs", {}))
     if "title" in schema:
         every[schema["title"]] = {name: one for name, one in schema.items() if name != "$defs"}
-    return {name: _lenient(one) for name, one in every.items()}
+    found = {name: _lenient(one) for name, one in every.items()}
+    for one in found.values():
+        if "description" in one:
+            one["description"] = _first_paragraph(one["description"])
+    return found
 
 
 def _fields(schema: dict[str, Any], cls: type) -> dict[str, Any]:
@@ -117,8 +121,13 @@ def _fields(schema: dict[str, Any], cls: type) -> dict[str, Any]:
             field["description"] = told[name]
     for name in DERIVED_FIELDS:
         found["properties"].setdefault(name, {})
-    about = (inspect.getdoc(cls) or "").partition("\n\n")[0]
-    return {**found, "type": ["object", "null"], "description": " ".join(about.split())}
+    about = _first_paragraph(inspect.getdoc(cls) or "")
+    return {**found, "type": ["object", "null"], "description": about}
+
+
+def _first_paragraph(text: str) -> str:
+    """Return what an editor shows of a docstring, on one line."""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def _lenient(schema: dict[str, Any]) -> dict[str, Any]:

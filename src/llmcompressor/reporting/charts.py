@@ -22,6 +22,8 @@ _WIDTH, _HEIGHT, _FRAME, _ROW = 440, 280, 120, 22
 _COLUMNS = 2
 """Of a legend."""
 _MOST_SERIES = len(_COLORS)
+_MOST_LABELS = 20
+"""Of an axis, about."""
 
 
 class Dot(NamedTuple):
@@ -41,12 +43,15 @@ def over_depth(series: Mapping[str, Sequence[Dot]], what: str, *, log: bool = Fa
         log: the vertical axis is logarithmic; what is not positive is left out.
     """
     shown = dict(sorted(series.items())[:_MOST_SERIES])
+    digits = _digits([dot.y for dots in shown.values() for dot in dots])
     chart = _pygal().XY(
-        **_common(what, _HEIGHT + _ROW * (len(shown) // _COLUMNS + 2)),
+        **_common(what, _HEIGHT + _ROW * (math.ceil(len(shown) / _COLUMNS) + 2)),
         x_title="layer",
         dots_size=2.5,
         x_value_formatter=lambda value: f"{value:g}",
-        value_formatter=_power if log else _short,  # pygal's own takes both axes
+        value_formatter=lambda value: _short(
+            10.0**value if log and value is not None else value, digits
+        ),
         legend_at_bottom=True,
         legend_at_bottom_columns=_COLUMNS,
         truncate_legend=-1,
@@ -132,17 +137,27 @@ def _depths(xs: Sequence[float]) -> list[int]:
     return list(range(first, last + 1, step))
 
 
-def _short(value: Any) -> str:
-    """Format a number with three digits.
+def _digits(values: Sequence[float]) -> int:
+    """Return how many digits tell the labels of an axis apart.
 
-    >>> _short(0.00123456), _short(1234567.0), _short(12)
-    ('0.00123', '1.23e+06', '12')
+    >>> _digits([0.1, 0.2]), _digits([31.4, 31.7]), _digits([2.0, 2.0]), _digits([])
+    (3, 5, 3, 3)
     """
-    return "" if value is None else f"{value:.3g}"
+    reach = max(values, default=0.0) - min(values, default=0.0)
+    if not 0 < reach < math.inf:
+        return 3
+    step = reach / _MOST_LABELS
+    largest = max(map(abs, values))
+    return min(max(3, math.ceil(math.log10(largest / step)) + 1), 12)
 
 
-def _power(value: Any) -> str:
-    return "" if value is None else _short(10.0**value)
+def _short(value: Any, digits: int = 3) -> str:
+    """Format a number with some digits.
+
+    >>> _short(0.00123456), _short(1234567.0), _short(12), _short(31.65, 5)
+    ('0.00123', '1.23e+06', '12', '31.65')
+    """
+    return "" if value is None else f"{value:.{digits}g}"
 
 
 def _svg(chart: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from llmcompressor.checkpoint.model_config import REPORT_FILE
 from llmcompressor.errors import CheckpointError
+from llmcompressor.logger import logger
 from llmcompressor.runtime.limits import parse_json
 from llmcompressor.verification.files import OF_EXPERT, Files, open_checkpoint
 from llmcompressor.verification.rules.view import View
@@ -153,7 +154,9 @@ def contents_of(folder: str | os.PathLike[str]) -> Contents:
     with closing(open_checkpoint(folder)) as files:
         broken = [one for one in files.findings if one.rule not in _OF_INDEX]
         if not files.places or not files.config or files.broken or broken:
-            first = broken[0].message if broken else "it has no weights, or no config.json"
+            first = "it has no weights, or no config.json"
+            if broken:
+                first = f"{broken[0].module}: {broken[0].message}"
             raise CheckpointError(
                 f"The folder {folder} holds no whole checkpoint: {first.rstrip('.')}.",
                 "Give the folder of a checkpoint; `llmcompressor verify` says all that is wrong.",
@@ -229,8 +232,17 @@ def _three(given: Any) -> tuple[float, float, float] | None:
 
 
 def _json(file: Path) -> dict[str, Any]:
+    """Return what a run has reported; empty, with a warning, where that is damaged."""
     try:
         found = parse_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    logger.warning(
+        f"The file {file} is damaged: what the run has measured is not shown. "
+        "`llmcompressor report OUT --reference ORIGINAL` measures the errors anew."
+    )
+    return {}

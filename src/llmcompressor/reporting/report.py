@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +30,7 @@ _WANTED = "LLM_COMPRESSOR_REPORT"
 _MOST_ROWS = 300
 _LONGEST = 600
 """Characters of a passage."""
+_EVALUATIONS_SHOWN = ContextVar("_EVALUATIONS_SHOWN", default=True)
 _VERSIONS = ("llmcompressor", "torch", "transformers", "compressed-tensors")
 
 
@@ -53,12 +56,23 @@ def write_run_page(folder: Path, source: Path | None) -> None:
 
 def show_evaluation(folder: Path, found: Mapping[str, Any]) -> None:
     """Show an evaluation on the page of a checkpoint, if it has a page."""
-    if not (folder / PAGE_FILE).is_file() or not _is_wanted():
+    wanted = _EVALUATIONS_SHOWN.get() and _is_wanted()
+    if not wanted or not (folder / PAGE_FILE).is_file():
         return
     try:
         write_page(folder, evaluation=found)
     except Exception as error:  # of any kind: it must not discard the figures
         logger.error(f"The {PAGE_FILE} of {folder} does not show the evaluation: {error!r:.500}")
+
+
+@contextmanager
+def evaluations_not_shown() -> Iterator[None]:
+    """Leave the pages of checkpoints as they are while these are evaluated."""
+    before = _EVALUATIONS_SHOWN.set(False)
+    try:
+        yield
+    finally:
+        _EVALUATIONS_SHOWN.reset(before)
 
 
 def write_page(

@@ -66,8 +66,8 @@ def summary_lines(folder: Path) -> list[str]:
     for what, count in counts.items():
         if count:
             rows.append((what, f"{count}, on the page" if page.is_file() else str(count)))
-    if "left_behind" in contents.report:  # of the source
-        rows.append(("left behind", join_names(contents.report["left_behind"], 3) or "nothing"))
+    if contents.report.get("left_behind"):  # files of the source
+        rows.append(("not copied", join_names(contents.report["left_behind"], 3)))
     if page.is_file():
         rows.append(("report", str(page)))
     rows.append(("next", next_commands(shlex.quote(str(shown)), verdict)[0]))

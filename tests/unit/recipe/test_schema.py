@@ -85,3 +85,9 @@ def test_fields_have_their_meaning() -> None:
     told = PACKAGED["definitions"]["GPTQModifier"]["properties"]
     bare = {name for name, one in told.items() if not one.get("description")}
     assert bare == DERIVED_FIELDS
+
+
+def test_what_editors_show_is_one_line() -> None:
+    told = [one.get("description", "") for one in recipe_schema()["definitions"].values()]
+    assert any(told)
+    assert not [one for one in told if "\n" in one or "noqa" in one or ":param" in one]

@@ -44,7 +44,9 @@ def test_half_a_checkpoint_is_one_error(pico: Path, tmp_path: Path, damage: str)
         (folder / "model.safetensors.index.json").write_text(
             '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-2.safetensors"}}'
         )
-    with pytest.raises(CheckpointError, match="no whole checkpoint") as caught:
+    file = {"no config": r"config\.json", "no weights": r"model\.safetensors", "shard": r"model-.*"}
+    named = rf"no whole checkpoint: {file.get(damage, r'model.safetensors')}: "
+    with pytest.raises(CheckpointError, match=named) as caught:
         contents_of(folder)
     assert "llmcompressor verify" in str(caught.value)
 
@@ -57,7 +59,12 @@ def test_a_folder_without_a_model_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[1]", "[" * 100_000, ""])
-def test_a_damaged_report_is_left_out(pico: Path, tmp_path: Path, text: str) -> None:
+def test_a_damaged_report_is_left_out_and_told_of(
+    pico: Path, tmp_path: Path, text: str, log: list[tuple[str, str]]
+) -> None:
     folder = shutil.copytree(pico, tmp_path / "model")
+    contents_of(folder)
+    assert not log
     (folder / "compression_report.json").write_text(text)
     assert contents_of(folder).report == {}
+    assert "compression_report.json is damaged" in log[0][1]

@@ -18,11 +18,12 @@ from tests.support import mixtures
 
 from llmcompressor import compare, evaluate, model_free_ptq, oneshot, report
 from llmcompressor.datasets.stdlib_text import calibration_passages
-from llmcompressor.errors import ArgumentError, CheckpointError
+from llmcompressor.errors import ArgumentError, CheckpointError, OutputError
 from llmcompressor.evaluation.metrics import Report, TaskScore
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.reporting.cards import depth_chart
+from llmcompressor.reporting.charts import Dot, over_depth
 from llmcompressor.reporting.contents import Matrix, contents_of
 from llmcompressor.reporting.page import Card, Figure, data_of, render
 from llmcompressor.reporting.report import write_page
@@ -219,6 +220,36 @@ def test_two_checkpoints_side_by_side(made: dict[str, Path], pico: Path, tmp_pat
     assert json.dumps(found.as_dict())
 
 
+def test_a_comparison_leaves_the_pages_of_both_as_they_are(
+    made: dict[str, Path], copied: Path, tmp_path: Path
+) -> None:
+    pages = [one / "report.html" for one in (copied, made["fp8"])]
+    before = [one.read_bytes() for one in pages]
+    text = calibration_passages(1, seed=1, characters=300)
+    out = tmp_path / "both.html"
+    found = compare(copied, made["fp8"], output=out, dataset=text, max_seq_length=64)
+    assert found.evaluations["fp8"]["kl_divergence"] > 0
+    assert [one.read_bytes() for one in pages] == before
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [(".", "is a folder"), ("absent/a.html", "there is no folder")]
+)
+def test_the_place_of_a_comparison_is_checked_first(
+    made: dict[str, Path], tmp_path: Path, given: str, said: str
+) -> None:
+    with pytest.raises(OutputError, match=said):  # and not that the second is another model
+        compare(made["gptq"], made["gptq"], output=tmp_path / given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_labels_of_an_axis_differ() -> None:
+    dots = [Dot(depth, 31.4 + 0.1 * depth, "") for depth in range(4)]
+    labels = re.findall(r">(3\d\.?\d*)</text>", over_depth({"a": dots}, "dB"))
+    assert len(labels) > 2
+    assert len(labels) == len(set(labels))
+
+
 def test_a_copy_differs_in_nothing(made: dict[str, Path], copied: Path, tmp_path: Path) -> None:
     found = compare(made["gptq"], copied, output=tmp_path / "both.html")
     assert not found.different_schemes()
@@ -235,8 +266,10 @@ def test_different_models_are_one_error(
             compare(made["gptq"], copied, output=tmp_path / "both.html")
     with pytest.raises(ArgumentError, match="Both checkpoints are"):
         compare(copied, copied)
-    with pytest.raises(CheckpointError, match="There is no checkpoint folder"):
+    with pytest.raises(CheckpointError, match="There is no checkpoint folder '"):
         compare(copied, tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"config.json' is a file"):
+        compare(copied, copied / "config.json")
     assert not (tmp_path / "both.html").exists()
 
 
