@@ -61,7 +61,8 @@ def summary_lines(folder: Path) -> list[str]:
     rows = [(one.name, one.value) for one in figures]
     rows += _of_schemes(contents.matrices)
     verdict = contents.report.get("verification") or {}
-    warned = sum(one.get("severity") == "warning" for one in verdict.get("findings") or [])
+    found = [one for one in verdict.get("findings") or [] if one.get("severity") == "warning"]
+    warned = sum(len(one.get("modules") or [""]) for one in found)
     counts = {"warnings": len(data.get("warnings") or []), "warnings of verify": warned}
     for what, count in counts.items():
         if count:
