@@ -68,7 +68,9 @@ from llmcompressor.planning.subject import open_planned_model
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe, Stage
 from llmcompressor.runtime import durable
+from llmcompressor.runtime.launch import launch_of
 from llmcompressor.runtime.limits import parse_json
+from llmcompressor.runtime.processes import rank_and_world_size
 from llmcompressor.session.functions import exclusive_session
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ class StageRecord:
                 'Start with resume="auto" (the default).',
             )
         elif self._root.is_dir() and any(
-            path.name != f"{_RECORD}.new"
+            not path.name.startswith(f"{_RECORD}.new")
             for path in self._root.iterdir()  # left by a kill
         ):
             raise OutputError(
@@ -223,7 +225,9 @@ class StageRecord:
         durable.make_folder(self._root)
         content = {"stages": self._stages, "written": self._written}
         text = json.dumps({**content, MOMENT: self.moment.isoformat()}, indent=2) + "\n"
-        durable.replace(self._file, text.encode())
+        launch = launch_of(os.environ)  # its ranks write the same, at about the same time
+        rank = rank_and_world_size()[0] if launch is None else launch.rank
+        durable.replace(self._file, text.encode(), ending=f".new{rank or ''}")
 
 
 def argument_record(name: str, value: Any, written: Sequence[Path]) -> Any:

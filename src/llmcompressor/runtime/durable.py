@@ -126,14 +126,16 @@ def append(file: Path, content: bytes) -> None:
             os.close(handle)
 
 
-def replace(file: Path, content: bytes | Callable[[Path], object]) -> None:
+def replace(file: Path, content: bytes | Callable[[Path], object], *, ending: str = ".new") -> None:
     """Give a file new content at once.
 
     Args:
         file: the old file stays as it is until the new one is complete.
         content: bytes, or a function that writes the file of the path that it is given.
+        ending: what the name of the new file has besides; another one for each process, where
+            several may write the file at the same time.
     """
-    new = file.with_name(f"{file.name}.new")
+    new = file.with_name(f"{file.name}{ending}")
     new.unlink(missing_ok=True)  # left by a kill, or a link to another place
     with errors_naming(new):
         if callable(content):

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -53,11 +53,15 @@ def tasks() -> Iterator[Ranks]:
 
     def run(function: Callable[..., Any], *args: Any) -> list[Any]:
         futures = [worker.submit(function, *args) for worker in workers]
-        return [future.result(timeout=120) for future in futures]
+        ended, late = wait(futures, timeout=120)
+        failed = [str(one.exception()) for one in ended if one.exception() is not None]
+        assert not failed, failed  # and the other waits for that rank
+        assert not late
+        return [future.result() for future in futures]
 
     yield run
     for worker in workers:
-        worker.shutdown()
+        worker.shutdown(wait=False)
 
 
 def test_runs_under_srun_write_what_one_process_writes(tasks, model, tmp_path):

@@ -40,6 +40,7 @@ def test_the_output_is_a_compressed_checkpoint_that_serves(one_block: Path, tmp_
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "recipe.schema.json",
         "recipe.yaml",
         "train_results.json",
         "trainer_state.json",
