@@ -165,7 +165,7 @@ def test_arguments_of_a_single_data_set_are_refused(hub, texts):
 
 
 def test_evaluation_refuses_it(hub, tokenizer):
-    with pytest.raises(ArgumentError, match=r"no end\. Evaluate on another text"):
+    with pytest.raises(ArgumentError, match=r"no end\. Leave dataset out .*or name a text"):
         list(tokenized_documents("default", tokenizer))
     assert not hub.asked
 
