@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -181,14 +182,18 @@ def data_of_run(record: RunRecord | None) -> dict[str, Any]:
     """Return the versions, phases and warnings of a run as plain data."""
     if record is None:
         return {}
-    versions = {name: version(name) for name in _VERSIONS}
     phases = {name: asdict(one) for name, one in record.phases.items()}
     return {
-        "versions": versions,
+        "versions": _versions(),
         "phases": phases,
         "warnings": list(record.warnings),
         "data": record.data,
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in _VERSIONS}  # each reads a file of some kilobytes
 
 
 def _subtitle(contents: Contents, data: Mapping[str, Any]) -> str:
