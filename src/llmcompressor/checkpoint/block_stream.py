@@ -52,10 +52,12 @@ from llmcompressor.checkpoint.moe_names import dense_experts_fused, fuse_dense_e
 from llmcompressor.checkpoint.names import LoadedName, NameMap
 from llmcompressor.checkpoint.packing import QuantizedModule
 from llmcompressor.checkpoint.save import SaveOptions, save_checkpoint, write_non_weight_files
+from llmcompressor.checkpoint.shared_output import SharedOutput, merged
 from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.checkpoint.tensor_files import (
     OutputLayout,
     TensorReader,
+    digest_of,
     layout_files,
     read_tensors,
 )
@@ -72,6 +74,7 @@ from llmcompressor.logger import log_progress, logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.weights import untie_embeddings
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.memory import TOLERATED, malloc_trim
 from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.threads import one_thread
@@ -319,9 +322,16 @@ class ResidentBlocks(BlockSource):
         self.source_folder = source_folder
         self._by_block = by_block
         self._writes = writes
+        self._ranks = Ranks()
 
-    def shared_by(self, processes: Processes) -> AbstractContextManager[None]:
-        """Share a run with other processes: each does all of it."""
+    def shared_by(self, processes: Processes, ranks: Ranks | None) -> AbstractContextManager[None]:
+        """Share a run with other processes: each has the whole model.
+
+        Args:
+            processes: the processes of the run.
+            ranks: those that share the work; ``None``: each does all of it.
+        """
+        self._ranks = ranks or Ranks()
         return nullcontext()
 
     def activation_room(self, room: Room) -> int | None:
@@ -352,7 +362,7 @@ class ResidentBlocks(BlockSource):
 
     def complete(self) -> None:
         """Fuse the experts that are not quantized into stacks again, which have no record."""
-        self._reports = self._report(None)
+        self._reports = merged(self._ranks.exchange(self._report(None), what="records"))
         fuse_dense_experts(self.model)  # type: ignore[arg-type]  # others have no MoE modules
 
     def reports(self) -> dict[str, dict[str, Any]]:
@@ -400,6 +410,7 @@ class StreamedBlocks(BlockSource):
         self.weights = BlockWeights(blueprint, list(find_blocks(self.model).values()))
         self._made: Mapping[str, Any] | None = None
         self._block_names = set(self.weights.blocks)
+        self._ranks = Ranks()
         self._workspace: Workspace | None = None
         self._writer: BlockWriter | None = None
         self._intact: set[tuple[int, str]] = set()
@@ -449,8 +460,18 @@ class StreamedBlocks(BlockSource):
         return nullcontext()
 
     @contextmanager
-    def shared_by(self, processes: Processes) -> Iterator[None]:
-        """Share a run with other processes: the first does it, and the others load its output."""
+    def shared_by(self, processes: Processes, ranks: Ranks | None) -> Iterator[None]:
+        """Share a run with other processes.
+
+        Args:
+            processes: the processes of the run.
+            ranks: those that share the work; ``None``: the first process does it, and the others
+                load its output.
+        """
+        if ranks is not None:
+            self._ranks = ranks
+            yield
+            return
         if processes.count > 1 and not processes.is_first:
             self._made = processes.all_gather("output")[0]
         yield
@@ -479,8 +500,10 @@ class StreamedBlocks(BlockSource):
         self._layout = layout_files(manifest.stored)
         self._restorer = BlockRestorer(self.model, manifest.quantized, self._layout, self.weights)
         self._entries: dict[str, list[QuantizedModule]] = {}
+        self._places = self._stored_names.stored({one.name: one for one in manifest.quantized})
         for entry in manifest.quantized:
             self._entries.setdefault(self._block_of(entry.name), []).append(entry)
+        self._shared = SharedOutput(self._ranks, manifest.stored, self._places.values())
         if self._made is not None:
             if _config_hash(output.target) != self._made["config"]:
                 raise OutputError(
@@ -493,6 +516,12 @@ class StreamedBlocks(BlockSource):
             yield
             return
         identity = output.identity(self)
+        self._shared.check_identity(identity)
+        if self._ranks.rank != 0:
+            with closing(self):
+                self._join()
+                yield
+            return
         with open_workspace(
             output.target, identity, resume=output.resume, overwrite=output.overwrite
         ) as workspace:
@@ -504,9 +533,20 @@ class StreamedBlocks(BlockSource):
                 workspace.abandon()
                 raise
 
+    def _join(self) -> None:
+        """Open the output that the first rank has made."""
+        told = self._shared.join()
+        self._files = Path(told["files"])
+        self._scratch = ScratchBlocks(Path(told["scratch"]))
+        self._writer = BlockWriter(self._files, self._layout, joins=True)
+        self._intact = {(stage, block) for stage, block in told["intact"]}
+        self._done = set(self._intact)
+        with self._ranks.agreed("opening the output"):
+            pass
+
     def _open(self, workspace: Workspace, output: PlannedOutput) -> None:
         """Allocate the output, and find what an earlier run has finished."""
-        self._workspace = workspace
+        self._workspace, self._files = workspace, workspace.files
         self._scratch = ScratchBlocks(workspace.scratch)
         is_ready, needed = workspace.journal.is_ready, output.scratch
         left = 0 if is_ready else unallocated_bytes(workspace.scratch, needed)
@@ -514,6 +554,10 @@ class StreamedBlocks(BlockSource):
         self._writer = BlockWriter(workspace.files, self._layout, scratch=left, beside=beside)
         self._intact = self._find_intact(self._writer)
         self._done = set(self._intact)
+        told = {"scratch": str(workspace.scratch), "intact": sorted(self._intact)}
+        self._shared.opened(self._files, told)
+        with self._ranks.agreed("opening the output"):
+            pass
 
     @property
     def finished(self) -> set[str]:
@@ -545,7 +589,8 @@ class StreamedBlocks(BlockSource):
         key = f"{self.stage}.{name}"
         if self._made is not None:
             return self._made["choices"].get(key, value)
-        return self._journal.decide(key, value)
+        made = self._journal.decide(key, value) if self._ranks.rank == 0 else None
+        return self._ranks.exchange(made, what=f"the choice of {name}")[0]
 
     def refuse_uncalled(self, names: Sequence[str]) -> None:
         """Refuse blocks that are not called when their forward runs, as they would not be loaded.
@@ -576,7 +621,7 @@ class StreamedBlocks(BlockSource):
             self._put_scratch(self.stage, block, modules)
             return
         self._flush()
-        files = self._output.target if self._workspace is None else self._workspace.files
+        files = self._output.target if self._made is not None else self._files
         self._restorer.restore(block, files, modules)
 
     def remember(
@@ -664,6 +709,7 @@ class StreamedBlocks(BlockSource):
             rest = {name: one for name, one in state.items() if self._block_of(name) == REST}
             self._write(REST, _only_tensors(rest) | dict(read_tensors(extras)))
         self._flush()
+        self._note_durable()
 
     def reports(self) -> dict[str, dict[str, Any]]:
         """Return the reports of all blocks, from whichever run: modifier → module → record."""
@@ -671,7 +717,8 @@ class StreamedBlocks(BlockSource):
         if self._made is not None:
             written = read_report(self._output.target) or {}
             return {**written.get("modifiers", {}), "experts": written.get("experts", {})}
-        for entry in self._journal.entries.values():
+        entries = self._journal.entries.values() if self._ranks.rank == 0 else ()
+        for entry in entries:
             for modifier, records in entry.report.items():
                 found.setdefault(modifier, {}).update(records)
         return found
@@ -679,6 +726,9 @@ class StreamedBlocks(BlockSource):
     def publish(self, options: SaveOptions) -> None:
         """Write all files but the weights, and give the output its name."""
         workspace = self._workspace
+        if workspace is None and self._made is None:
+            self._ranks.exchange(None, what="writing of the other files")
+            self._made = {"choices": {}}
         if workspace is None:  # the first process has done that
             return
         manifest, overwrite = self._output.manifest, self._output.overwrite
@@ -687,6 +737,7 @@ class StreamedBlocks(BlockSource):
             workspace.mark_ready()
         workspace.publish(replace=overwrite)
         logger.info(f"Saved {workspace.target}.")
+        self._ranks.exchange(None, what="writing of the other files")
 
     def show(self) -> None:
         """Make the model load its blocks lazily from the output."""
@@ -725,8 +776,10 @@ class StreamedBlocks(BlockSource):
         )
         # the next pass needs all but the matrices of rotations
         kept = {name: one for name, one in tensors.items() if not name.startswith(rotations)}
-        digest = self._scratch.write(self.stage, block, kept)
-        self._commit(block, self._records(block), digest)
+        records = self._shared.merged(self._records(block), block)
+        with self._ranks.agreed(f"writing {block}"):
+            if self._ranks.rank == 0:
+                self._commit(block, records, self._scratch.write(self.stage, block, kept))
 
     def _records(self, block: str) -> dict[str, Any]:
         if block == REST:
@@ -741,13 +794,29 @@ class StreamedBlocks(BlockSource):
     def _write(self, block: str, tensors: Mapping[str, Tensor]) -> None:
         entries = self._entries.get(block, [])
         manifest = self._output.manifest
-        stored = compress_block(self._stored_names, tensors, entries, manifest.plain_keys)
+        mine = [one for one in entries if self._shared.packs(self._places[one.name])]
+        records = self._shared.merged(self._records(block), block)
+        stored = compress_block(self._stored_names, tensors, mine, manifest.plain_keys)
         for entry in entries:
             if entry.is_raw:  # its weight is rounded when it is read back
                 entry.module.quantization_status = QuantizationStatus.DECOMPRESSED
         extras = {name: tensors[name] for name in manifest.extras if name in tensors}
-        assert self._writer is not None, "only the first process writes"
-        self._writer.write(stored | extras, partial(self._commit, block, self._records(block)))
+        assert self._writer is not None, "only processes that share the work write"
+        own = {name: one for name, one in (stored | extras).items() if self._shared.writes(name)}
+        if self._ranks.count == 1:
+            alone = partial(self._commit, block, records)
+            self._writer.write(own, lambda digests: alone(digest_of(digests)))
+            return
+        self._writer.flush()
+        self._note_durable()
+        self._writer.write(own, partial(self._shared.add, block, records))
+
+    def _note_durable(self) -> None:
+        """Journal the blocks that all ranks have written."""
+        if self._ranks.count > 1:
+            for block, (records, digest) in self._shared.take_durable().items():
+                if self._ranks.rank == 0:
+                    self._commit(block, records, digest)
 
     def _commit(self, block: str, report: Mapping[str, Any], digest: str) -> None:
         source, files = "", dict[str, str]()

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from llmcompressor.checkpoint.copied_files import side_files
 from llmcompressor.checkpoint.source import read_header
-from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorWriter, bytes_of, read_tensors
+from llmcompressor.checkpoint.tensor_files import (
+    OutputLayout,
+    TensorWriter,
+    bytes_of,
+    digest_of,
+    read_tensors,
+)
 from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.runtime import durable
 from llmcompressor.runtime.progress import format_bytes
@@ -58,25 +64,34 @@ class BlockWriter:
 
     Creating it allocates the disk space of the whole output, so that a full disk fails at once
     (OutputError). The disk must have room too for ``scratch`` bytes of scratch blocks and for bytes
-    of other files ``beside`` the weights.
+    of other files ``beside`` the weights. One that ``joins`` writes to the files of another
+    process, which has done that.
     """
 
     def __init__(
-        self, folder: Path, layout: OutputLayout, *, scratch: int = 0, beside: int = 0
+        self,
+        folder: Path,
+        layout: OutputLayout,
+        *,
+        scratch: int = 0,
+        beside: int = 0,
+        joins: bool = False,
     ) -> None:
-        check_space(
-            folder, output=unallocated_bytes(folder, layout.file_size + beside), scratch=scratch
-        )
-        self._writer = TensorWriter(folder, layout)
+        if not joins:
+            needed = unallocated_bytes(folder, layout.file_size + beside)
+            check_space(folder, output=needed, scratch=scratch)
+        self._writer = TensorWriter(folder, layout, joins=joins)
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="block-writer", daemon=True)
         self._thread.start()
 
-    def write(self, tensors: Mapping[str, Tensor], commit: Callable[[str], None]) -> None:
+    def write(
+        self, tensors: Mapping[str, Tensor], commit: Callable[[Mapping[str, str]], None]
+    ) -> None:
         """Queue tensors to be written, after waiting for the block before to be durable.
 
-        ``commit`` is called on the writer's thread with their hash, once they are durable.
+        ``commit`` is called on the writer's thread with their hashes, once they are durable.
         """
         self._raise_failure()
         on_host = self._writer.as_planned(tensors)
@@ -90,10 +105,10 @@ class BlockWriter:
 
     def digests_of(self, groups: Mapping[str, Iterable[str]]) -> dict[str, str]:
         """Return the hash of the stored bytes of several groups of tensors, on all cores."""
-        digest_of = self._writer.digest_of
+        digests_of = self._writer.digests_of
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = {key: pool.submit(digest_of, names) for key, names in groups.items()}
-            return {key: future.result() for key, future in found.items()}
+            found = {key: pool.submit(digests_of, names) for key, names in groups.items()}
+            return {key: digest_of(future.result()) for key, future in found.items()}
 
     def close(self) -> None:
         """Stop the thread, even after a failed write, and close the files."""

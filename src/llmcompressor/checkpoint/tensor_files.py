@@ -367,10 +367,15 @@ class TensorWriter:
     """Write tensors to their places in the files of a folder, in any order; data there is kept.
 
     Creating it allocates the disk space of all files, so that a full disk fails at once.
+
+    Args:
+        folder: the folder.
+        layout: of its files.
+        joins: another process has created and allocated the files, and writes to them too.
     """
 
-    def __init__(self, folder: Path, layout: OutputLayout) -> None:
-        self._folder, self._layout = folder, layout
+    def __init__(self, folder: Path, layout: OutputLayout, *, joins: bool = False) -> None:
+        self._folder, self._layout, self._joins = folder, layout, joins
         self._files: dict[Path, int] = {}
         try:
             for file in layout.files:
@@ -382,8 +387,11 @@ class TensorWriter:
             raise
 
     def _create(self, path: Path, file: OutputFile) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        flags = os.O_RDWR | os.O_NOFOLLOW | (0 if self._joins else os.O_CREAT)
+        descriptor = os.open(path, flags, 0o666)
         self._files[Path(file.name)] = descriptor
+        if self._joins:
+            return
         if os.fstat(descriptor).st_size != file.size:
             os.ftruncate(descriptor, file.size)
         if hasattr(os, "posix_fallocate"):
@@ -415,13 +423,12 @@ class TensorWriter:
             found[name] = tensor
         return found
 
-    def write(self, tensors: Mapping[str, Tensor], *, durable: bool = False) -> str:
-        """Write tensors :meth:`as_planned`, synced if ``durable``; return their hash."""
-        digest = xxhash.xxh3_128()
-        touched = set()
+    def write(self, tensors: Mapping[str, Tensor], *, durable: bool = False) -> dict[str, str]:
+        """Write tensors :meth:`as_planned`, synced if ``durable``; return the hash of each."""
+        touched, found = set(), {}
         for name in sorted(tensors):
             view = bytes_of(tensors[name])
-            digest.update(view)
+            found[name] = xxhash.xxh3_128_hexdigest(view)
             place = self._layout.places[name]
             with errors_naming(self._folder / place.file):
                 _write_all(self._files[place.file], view, place.offset)
@@ -429,12 +436,13 @@ class TensorWriter:
         for file in touched if durable else ():
             with errors_naming(self._folder / file):
                 os.fdatasync(self._files[file])
-        return digest.hexdigest()
+        return found
 
-    def digest_of(self, names: Iterable[str]) -> str:
-        """Return the hash of the bytes now stored in the places of some tensors."""
-        digest = xxhash.xxh3_128()
+    def digests_of(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the hashes of the bytes now stored in the places of some tensors."""
+        found = {}
         for name in sorted(names):
+            digest = xxhash.xxh3_128()
             place = self._layout.places[name]
             offset, left = place.offset, place.nbytes
             while left:
@@ -444,13 +452,20 @@ class TensorWriter:
                     break
                 digest.update(part)
                 offset, left = offset + len(part), left - len(part)
-        return digest.hexdigest()
+            found[name] = digest.hexdigest()
+        return found
 
     def close(self) -> None:
         """Close the files."""
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
+
+
+def digest_of(digests: Mapping[str, str]) -> str:
+    """Return the hash of several tensors, made of the hash of each, in the order of their names."""
+    text = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _write_all(descriptor: int, view: memoryview, offset: int) -> None:

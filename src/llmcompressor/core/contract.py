@@ -136,6 +136,9 @@ class Traits:
         by_block: :meth:`.Modifier.finish` completes single blocks; others need not be loaded.
         observing_steps: optimizer steps of a training that it only observes, from its start on.
         unservable: its fields explicitly request an output that no server loads.
+        over_ranks: each of several ranks may run a part of the samples:
+            :meth:`.Modifier.sum_collected` and :meth:`.Modifier.sum_observed` add what all have
+            collected, and one rank alone compresses a module.
         devices: field → the device that it names, which the machine has to have.
         files: field → the file that it names, which is written in addition to the output.
     """
@@ -151,6 +154,7 @@ class Traits:
     by_block: bool = False
     observing_steps: int = 0
     unservable: bool = False
+    over_ranks: bool = False
     devices: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import math
 from abc import abstractmethod
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -53,6 +53,8 @@ from llmcompressor.runtime.progress import join_names
 
 if TYPE_CHECKING:
     from torch.nn import Module
+
+    from llmcompressor.runtime.collectives import Ranks
 
 # --------------------
 # Field types of modifiers, and error messages for invalid fields.
@@ -343,6 +345,37 @@ class Modifier(HooksMixin):
             data: size of the calibration data.
         """
         return Cost()
+
+    # ---- several ranks, each with a part of the samples
+
+    def sum_collected(
+        self,
+        state: State,
+        ranks: Ranks,
+        modules: Sequence[Module],
+        owner_of: Callable[[Module], int],
+    ) -> None:
+        """Add what all ranks have collected of the inputs of ``modules``, which wait for it.
+
+        All ranks call it with the same modules in the same order, before the owners compress them.
+
+        Args:
+            state: state of the run.
+            ranks: the ranks of the run.
+            modules: those of a stop.
+            owner_of: the rank that compresses a module, which alone needs the sums.
+        """
+
+    def sum_observed(self, state: State, ranks: Ranks, modules: Sequence[Module]) -> None:
+        """Add what all ranks have observed of ``modules``, which all samples have left.
+
+        All ranks call it with the same modules in the same order, before :meth:`finish`.
+
+        Args:
+            state: state of the run.
+            ranks: the ranks of the run; all of them need what was observed.
+            modules: those of a block, or all outside of blocks.
+        """
 
     # ---- block by block
 

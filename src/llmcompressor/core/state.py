@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from llmcompressor.core.modifier import Modifier
     from llmcompressor.modeling.call_graph import CallOrder
+    from llmcompressor.runtime.collectives import Ranks
 
 __all__ = [
     "Calibration",
@@ -212,6 +213,7 @@ class RunSettings:
         device_memory: maximum bytes that a run may use of an accelerator; ``None``: what is free.
         use_loss_mask: only tokens count whose ``loss_mask`` in a batch is 1.
         keeps_tied_embeddings: the user has asked for tied embeddings to stay tied.
+        ranks: the ranks that share the samples and the work; ``None``: this process has all.
     """
 
     block_source: BlockSource = field(default_factory=BlockSource, compare=False)
@@ -219,6 +221,7 @@ class RunSettings:
     device_memory: int | None = None
     use_loss_mask: bool = False
     keeps_tied_embeddings: bool = False
+    ranks: Ranks | None = field(default=None, compare=False)
 
 
 @dataclass

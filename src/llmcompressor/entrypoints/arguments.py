@@ -685,8 +685,7 @@ class Job(Task):
         whose = f"those of {parts} processes together" if parts > 1 else "the same for all"
         firsts = (next((v for v in one.values() if isinstance(v, Tensor)), ()) for one in batches)
         logger.info(
-            f"Calibration with {sum(map(len, firsts))} samples, {whose}; {count} processes do not "
-            "share the work."
+            f"Calibration with {sum(map(len, firsts))} samples, {whose}, in {count} processes."
         )
         return list(batches)
 

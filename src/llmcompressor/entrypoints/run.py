@@ -87,6 +87,7 @@ from llmcompressor.pipelines.moe_selection import (
 from llmcompressor.pipelines.passes import BY_BLOCK, run_passes, split_into_passes
 from llmcompressor.pipelines.targets import check_reached
 from llmcompressor.reporting.report import write_run_page
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.memory import empty_device_cache, free_device_memory
 from llmcompressor.runtime.progress import format_bytes, join_names
 from llmcompressor.runtime.threads import short_spin_waits
@@ -543,11 +544,46 @@ def compress(
     """
     session = active_session()
     session.reset()
-    with clean_up_on_error(session), blocks.shared_by(job.processes):
+    ranks = sharing_ranks(job, batches)
+    with (
+        nullcontext() if ranks is None else ranks,
+        clean_up_on_error(session),
+        blocks.shared_by(job.processes, ranks),
+    ):
+        session.state.run.ranks = ranks
         model = _Run(job, blocks, processor, batches, session)()
     if job.recipe_args.clear_sparse_session:
         session.reset()
     return model
+
+
+def sharing_ranks(job: Job, batches: Sequence[Any] | None) -> Ranks | None:
+    """Connect the ranks that share the work of a run; ``None`` if each process does all of it.
+
+    They share it where all that the modifiers collect of the data can be added over ranks.
+
+    Raises:
+        ArgumentError: there are more ranks than calibration batches; on all ranks.
+    """
+    if job.processes.count == 1 or batches is None or job.pipeline() not in BY_BLOCK:
+        return None
+    whole = [one for one in job.recipe.modifiers if not _is_shareable(one)]
+    if whole:
+        logger.warning(
+            f"The {job.processes.count} processes do not share the work: {type(whole[0]).__name__} "
+            "needs all samples in one process."
+        )
+        return None
+    if len(batches) < job.processes.count:
+        raise ArgumentError(
+            f"{job.processes.count} ranks are to share {len(batches)} calibration batches.",
+            "Start as many ranks as there are batches at most, or give more samples.",
+        )
+    return Ranks(job.processes)
+
+
+def _is_shareable(modifier: Modifier) -> bool:
+    return modifier.traits.over_ranks or modifier.traits.data is DataUse.NONE
 
 
 class _Run:
@@ -597,6 +633,8 @@ class _Run:
                 report = {**(report or {}), PROCESSORS: blocks.processors}
             if job.output_dir is not None:
                 blocks.publish(self._options(report))
+            if session.state.run.ranks is not None and not job.processes.is_first:
+                report = compression_report(blocks.reports(), self._modules)  # as it was written
             blocks.show()
         if hasattr(model, "save_pretrained"):
             options = SaveOptions(

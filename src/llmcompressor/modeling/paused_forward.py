@@ -260,24 +260,27 @@ class PausedForward:
         self._running[coroutine] = one
         self._switch(one, coroutine.switch)
 
-    def next_stop(self) -> Stop | None:
+    def next_stop(self, agreed: Callable[[int], int] = lambda place: place) -> Stop | None:
         """The passes that wait at the earliest target; ``None`` when none waits any more.
 
         Batches may arrive at different modules (data-dependent routes). The earliest target in the
         given order is served first, so that passes which get there can join those that wait at a
         later one.
+
+        Args:
+            agreed: the least place in the order of targets over all ranks, given that of this one.
+                No pass of this rank need wait there.
         """
         for one in self.unstarted():
             self.start(one)
-        waiting = [one for one in self._passes if one.module is not None]
-        if not waiting:
+        at = [one.module for one in self._passes if one.module is not None]
+        targets = list(self._names)
+        place = agreed(min(map(self._order.__getitem__, at), default=len(targets)))
+        if place == len(targets):
             return None
-        module = min((one.module for one in waiting if one.module), key=self._order.__getitem__)
-        return Stop(
-            module,
-            self._names[module],
-            tuple(one for one in waiting if one.module is module),
-        )
+        module = targets[place]
+        waiting = tuple(one for one in self._passes if one.module is module)
+        return Stop(module, self._names[module], waiting)
 
     def execute(self, one: Pass, *, with_hooks: bool = False) -> Any:
         """Run the module that ``one`` waits at with its own forward; the pass stays suspended.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from llmcompressor.modeling.patches import (
     quantization_disabled,
 )
 from llmcompressor.observers.tokens import token_mask
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.threads import short_spin_waits
 
 # --------------------
@@ -154,19 +156,31 @@ class CalibrationBatches(Sequence[Mapping[str, Any]]):
         model: the model to run.
         batches: mappings of the model's arguments.
         use_loss_mask: count only the tokens of each batch's ``loss_mask``.
+        ranks: the ranks that run the batches, each a part of them.
+
+    Attributes:
+        first: the first batch of all ranks.
     """
 
     def __init__(
-        self, model: Module, batches: Iterable[Mapping[str, Any]], *, use_loss_mask: bool = False
+        self,
+        model: Module,
+        batches: Iterable[Mapping[str, Any]],
+        *,
+        use_loss_mask: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self._model = model
-        merged = list(merge_batches(batches))
+        self._ranks = ranks or Ranks()
+        every = list(batches)
+        merged = list(merge_batches(every[self._ranks.rank :: self._ranks.count]))
         self._batches = [one.batch for one in merged]
         self._sizes = [one.sizes for one in merged]
         if not self._batches:
             raise DatasetError(
                 "The calibration data holds no batch.", "Give at least one sample to calibrate on."
             )
+        self.first = every[0] if self._ranks.count > 1 else self._batches[0]
         if use_loss_mask and not any("loss_mask" in batch for batch in self._batches):
             logger.warning("use_loss_mask has no effect: no sample has a loss_mask.")
         self._masks = [self._mask(batch, use_loss_mask) for batch in self._batches]
@@ -179,14 +193,15 @@ class CalibrationBatches(Sequence[Mapping[str, Any]]):
 
     @property
     def tokens(self) -> int:
-        """Total number of positions, padding included, as it determines activation memory."""
+        """Number of positions that this rank runs, padding included, which fill its memory."""
         return sum(_positions(batch) for batch in self._batches)
 
-    @property
+    @cached_property
     def real_tokens(self) -> int:
-        """Total number of real tokens (positions that are not masked)."""
+        """Number of real tokens (positions that are not masked) of all ranks, which all ask."""
         masks = zip(self._batches, self._masks, strict=True)
-        return sum(_positions(one) if mask is None else int(mask.sum()) for one, mask in masks)
+        own = sum(_positions(one) if mask is None else int(mask.sum()) for one, mask in masks)
+        return int(self._ranks.sum_all(torch.tensor(own), what="number of tokens"))
 
     def mask(self, index: int) -> Tensor | None:
         """Mask ``[batch, tokens]`` of the real tokens of a batch; ``None`` if all are real."""
@@ -236,7 +251,9 @@ def calibration_batches(
             "The recipe needs calibration data and none was given.",
             "Pass dataset=...",
         )
-    batches = CalibrationBatches(model, dataloader, use_loss_mask=use_loss_mask)
+    batches = CalibrationBatches(
+        model, dataloader, use_loss_mask=use_loss_mask, ranks=state.run.ranks
+    )
     with (
         calibration_mode(model),
         float32_linears(),

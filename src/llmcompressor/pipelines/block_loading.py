@@ -15,6 +15,7 @@ from torch.nn import Module
 from llmcompressor.core.contract import Edits
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
+from llmcompressor.pipelines.shared_work import SharedWork
 from llmcompressor.runtime.run_record import READING, WRITING, phase
 
 
@@ -24,12 +25,16 @@ class BlockLoader:
     Args:
         state: of the run, with the source of the blocks.
         modifiers: those that finish a block before it is stored.
+        work: the part of this rank.
 
     Attributes:
         loaded: name → block, for those that passes are in.
     """
 
-    def __init__(self, state: State, modifiers: Sequence[Modifier]) -> None:
+    def __init__(
+        self, state: State, modifiers: Sequence[Modifier], work: SharedWork | None = None
+    ) -> None:
+        self.work = work or SharedWork(state, modifiers)
         self._source = source = state.run.block_source
         self._state = state
         self._modifiers = modifiers
@@ -118,9 +123,26 @@ class BlockLoader:
         if name in self._source.finished:
             self._adopt(self.modules_of(name))
         else:
-            self._finish(self._modifiers, self.modules_of(name), written=self._source.rounds)
+            self._finish_owned(self.modules_of(name), name)
         with phase(WRITING):
             self._source.leave(name)
+
+    def finish_others(self) -> None:
+        """Finish the modules outside of blocks where ranks share the work.
+
+        Else modifiers do that when the calibration ends.
+        """
+        if self.work.ranks.count > 1 and not self._source.rest_is_finished:
+            self._finish_owned(self.others(), "what lies outside of blocks")
+
+    def _finish_owned(self, modules: Sequence[Module], name: str) -> None:
+        """Finish the modules that this rank owns, and take over those of other ranks."""
+        rounds = self._source.rounds
+        self.work.sum_observed(modules)
+        self._finish(self._modifiers, self.work.own(modules), written=rounds)
+        if self.work.ranks.count > 1:
+            self._adopt(self.work.others(modules))
+            self.work.copy_finished(modules, name, rounds=rounds)
 
     def finish_unvisited(self) -> None:
         """Finish the blocks that no pass has entered.

@@ -63,8 +63,8 @@ def broadcast_expert_inputs(
     every = args.moe_calibrate_all_experts
     found = _lists_of_calibrated(model, _calibrated_modules(modifiers, state))
     if found:
-        with dry_run_context(model, batches[0]):
-            run = partial(batches.run, small_batch(batches[0]))
+        with dry_run_context(model, batches.first):
+            run = partial(batches.run, small_batch(batches.first))
             found = lists_called_with_rows(found, run)
     # routes are counted where passes wait at whole blocks
     only_tried = [] if every else set(found).difference(_lists_inside(found, blocks or ()))
@@ -192,6 +192,7 @@ def count_listed_experts(
         yield
     finally:
         counter.remove_hooks()
+    counter.sum_over(state.run.ranks)
     counts = {
         name: {member: max(map(counter.seen.__getitem__, own[member])) for member in own}
         for name, own in lists.items()

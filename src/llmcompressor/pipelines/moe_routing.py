@@ -16,6 +16,7 @@ from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import PrivateAttr
 from torch.nn import Module
 
@@ -27,6 +28,7 @@ from llmcompressor.moe.expert_stops import ExpertStage, begin_calibration_stages
 from llmcompressor.moe.linear_experts import LinearExperts, Shown
 from llmcompressor.moe.module_list import expert_routing
 from llmcompressor.pipelines.batches import CalibrationBatches
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.progress import join_names
 
 if TYPE_CHECKING:
@@ -124,6 +126,8 @@ class ExpertCalibration(HooksMixin):
     _names: dict[LinearExperts, str] = PrivateAttr(default_factory=dict)
     _undecided: set[LinearExperts] = PrivateAttr(default_factory=set)
     _counted: set[LinearExperts] = PrivateAttr(default_factory=set)
+    _summed: set[LinearExperts] = PrivateAttr(default_factory=set)
+    _ranks: Ranks = PrivateAttr(default_factory=Ranks)
     _starvation: StarvationPolicy = PrivateAttr(StarvationPolicy())
 
     def begin(
@@ -135,6 +139,7 @@ class ExpertCalibration(HooksMixin):
         args: DatasetArguments,
     ) -> None:
         """Hook the MoE layers of ``model`` with calibrated experts, and set up their stages."""
+        self._ranks = state.run.ranks or Ranks()
         looked_at = _calibrated_modules(modifiers, state)
         self._names = {
             module: name
@@ -191,6 +196,7 @@ class ExpertCalibration(HooksMixin):
         Raises:
             DatasetError: an expert got too few tokens and the policy is ``error``.
         """
+        self.sum_counts(mixtures)
         for mixture in mixtures:
             self._undecided.discard(mixture)
             counts = self._counts([mixture])
@@ -198,6 +204,16 @@ class ExpertCalibration(HooksMixin):
             for one in map(names.index, self._starvation.settle(counts)):
                 mixture.shown[one] = self._starvation.shown
                 mixture.starved[one] = self._starvation.policy
+
+    def sum_counts(self, modules: Iterable[Module]) -> None:
+        """Sum the tokens of the experts among ``modules`` over ranks, once all were counted."""
+        for mixture in modules:
+            if isinstance(mixture, LinearExperts) and mixture in self._names:
+                if mixture not in self._summed:
+                    what = f"tokens of the experts of {self._names[mixture]}"
+                    total = self._ranks.sum_all(torch.tensor(mixture.tokens), what=what)
+                    mixture.tokens[:] = total.tolist()
+                self._summed.add(mixture)
 
     def report_starved(self) -> None:
         """Report starved experts after a run without pauses, in which no policy can be applied.

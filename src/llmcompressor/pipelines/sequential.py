@@ -29,7 +29,7 @@ from llmcompressor.modeling.hooks import HooksMixin, has_output_hooks
 from llmcompressor.modeling.offload import activation_budget, device_activation_budget
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
 from llmcompressor.moe.expert_stops import ExpertStage
-from llmcompressor.moe.module_list import ExpertBroadcast
+from llmcompressor.moe.module_list import ExpertBroadcast, ExpertList
 from llmcompressor.pipelines.activations import LITTLE, ActivationStore
 from llmcompressor.pipelines.batches import CalibrationBatches, calibration_batches
 from llmcompressor.pipelines.block_loading import BlockLoader
@@ -50,6 +50,7 @@ from llmcompressor.pipelines.moe_routing import (
     StarvationPolicy,
     expert_calibration,
 )
+from llmcompressor.pipelines.shared_work import SharedWork
 from llmcompressor.pipelines.targets import (
     modifier_indices,
     report_low_coverage,
@@ -128,6 +129,7 @@ class SequentialPipeline:
                 ):
                     run.run_units(advance)
             run.loader.finish_unvisited()
+            run.loader.finish_others()
             malloc_trim()
             LifecycleCallbacks.calibration_epoch_end()
 
@@ -177,7 +179,8 @@ class _SequentialRun:
         self.lists, self.experts = lists, experts
         self.starvation = StarvationPolicy.from_arguments(args, batches)
         self.modifiers = modifiers = active_session().lifecycle.recipe.modifiers
-        self.loader = BlockLoader(state, modifiers)
+        self.work = SharedWork(state, modifiers)
+        self.loader = BlockLoader(state, modifiers, self.work)
         needing = [modifier for modifier in modifiers if modifier.traits.needs_data]
         self.owners = {
             module: positions
@@ -212,10 +215,22 @@ class _SequentialRun:
             undivided=whole_modules(modifiers, state),
         )
         self.plan = lay_out(forced=forced)
-        # the level decides the result: it stays that of the first attempt
-        level = Granularity(source.decide("granularity", str(self.plan.level)))
+        # the level decides the result: all ranks have it, and it stays that of the first attempt
+        levels = list(Granularity)
+        coarsest = self.work.most(levels.index(self.plan.level), "level of granularity")
+        level = Granularity(source.decide("granularity", str(levels[coarsest])))
         if level is not self.plan.level:
             self.plan = lay_out(forced=level)
+        self.work.assign(self._groups())
+
+    def _groups(self) -> Iterator[tuple[str, Sequence[Module]]]:
+        """Yield the modules of each unit that share an input, with a name."""
+        for unit in self.plan.units:
+            groups: dict[Module, list[Module]] = {}
+            for module in unit.modules:
+                groups.setdefault(self.order.group_of(module)[0], []).append(module)
+            for number, members in enumerate(groups.values()):
+                yield f"{unit.name} {number}", members
 
     @property
     def has_work(self) -> bool:
@@ -328,7 +343,20 @@ class _SequentialRun:
         logger.warning(f"No calibration batch reached {shown}.")
         for unit in units:
             self.loader.enter_block_of(unit.stop)
-            LifecycleCallbacks.sequential_epoch_end(unit.modules)
+            self.compress(unit.modules, unit.name)
+
+    def sum_listed(self, lists: Iterable[ExpertList]) -> None:
+        """Sum the tokens routed to experts in lists over ranks."""
+        for one in lists:
+            tokens, what = self.lists.tokens_of(one), f"tokens of the experts of {one.name}"
+            total = self.work.ranks.sum_all(torch.tensor(tokens), what=what)
+            tokens[:] = total.tolist()
+
+    def compress(self, modules: Sequence[Module], name: str) -> None:
+        """Compress modules that have seen all samples: each rank its own, and all get them."""
+        self.work.sum_collected(modules)
+        LifecycleCallbacks.sequential_epoch_end(self.work.own(modules))
+        self.work.copy_compressed(modules, name)
 
 
 @dataclass
@@ -346,7 +374,10 @@ class _Stepper:
         """Start passes that have not started, and return the first stop where passes wait."""
         for one in self.forward.unstarted():
             self._run_to_next_stop(one, partial(self.forward.start, one))
-        return self.forward.next_stop()
+        stop = self.forward.next_stop(lambda place: self.run.work.least(place, "next stop"))
+        if stop is not None and not stop.passes:  # those of other ranks have brought us here
+            self.run.loader.enter_block_of(stop.module)
+        return stop
 
     def serve(self, stop: Stop, unit: StopUnit) -> None:
         """Calibrate the unit, let the modifiers compress it, and resume every pass."""
@@ -361,7 +392,7 @@ class _Stepper:
         malloc_trim(at_least=self.store.tolerated)
         is_finished = self.run.loader.is_finished(unit.stop)
         if not unit.is_gate:
-            LifecycleCallbacks.sequential_epoch_end(modules)
+            self.run.compress(modules, unit.name)
         elif is_finished:
             self.run.loader.replace_finished(unit.stop)
             _mark_stages_done(unit.stop.modules())
@@ -406,6 +437,7 @@ class _Stepper:
         if undecided := lists.undecided(set(unit.stop.modules())):
             with lists.counting_tokens(), HooksMixin.disable_hooks():
                 self._run_once(stop)
+            self.run.sum_listed(undecided)
             apply_starvation_policy(undecided, lists, self.run.starvation)
 
     def _run_once(self, stop: Stop) -> None:
@@ -423,6 +455,11 @@ class _Stepper:
 
     def settle(self) -> None:
         """Free every block that all passes have left and that has no stop ahead."""
+        every = list(self.run.state.run.block_source.names.values())
+        for name in self.run.work.common(self._left_blocks(), every, "blocks to leave"):
+            self._leave(name)
+
+    def _left_blocks(self) -> Iterator[str]:
         loader = self.run.loader
         waiting = [one.module for one in self.forward.passes if one.module is not None]
         places = {loader.block_of(module) for module in waiting}
@@ -432,8 +469,15 @@ class _Stepper:
             again = self.run.order.calls.get(loader.loaded[name], 1) > 1
             inside = loader.modules_of(name)
             if not again and self.forward.pending_modules.isdisjoint(inside):
-                self.forward.restore_forwards(inside)
-                loader.leave(name)
+                yield name
+
+    def _leave(self, name: str) -> None:
+        inside = self.run.loader.modules_of(name)
+        self.forward.restore_forwards(inside)
+        self.run.experts.sum_counts(inside)
+        if self.run.lists.every:  # else counted before they were shown anything
+            self.run.sum_listed(one for one in self.run.lists.lists if one.owner in inside)
+        self.run.loader.leave(name)
 
     def free_all_blocks(self) -> None:
         """Free all blocks that are still loaded, after everything was calibrated."""
@@ -442,8 +486,7 @@ class _Stepper:
             return
         self.forward.stop()
         for name in list(loader.loaded):
-            self.forward.restore_forwards(loader.modules_of(name))
-            loader.leave(name)
+            self._leave(name)
 
     def _is_last(self, unit: StopUnit) -> bool:
         if self.run.to_end or self.forward.pending_modules != {unit.stop}:

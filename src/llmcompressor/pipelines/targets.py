@@ -30,6 +30,7 @@ from llmcompressor.pipelines.batches import CalibrationBatches, small_batch
 from llmcompressor.pipelines.granularity import CalibratedModules
 from llmcompressor.pipelines.moe_routing import call_all_experts
 from llmcompressor.pipelines.passes import BY_BLOCK
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.progress import join_names
 
 
@@ -72,9 +73,9 @@ def trace_calibrated_modules(
         for linear in stage.linears
         if linear in names
     }
-    with dry_run_context(model, batches[0]), lists.all_members_called():
+    with dry_run_context(model, batches.first), lists.all_members_called():
         order = trace_calls(
-            lambda: batches.run(small_batch(batches[0])),
+            lambda: batches.run(small_batch(batches.first)),
             names,
             region=lambda name: region.get(modules_by_name[name], name.rpartition(".")[0]),
             also_count=region,
@@ -182,6 +183,7 @@ def report_low_coverage(
         yield
     finally:
         counter.remove_hooks()
+    counter.sum_over(state.run.ranks)
     total = batches.real_tokens
     names = {module: name for name, module in model.named_modules()}
     found = [
@@ -207,6 +209,13 @@ class TokenCounter(HooksMixin):
     def seen(self) -> dict[Module, int]:
         """Number of tokens by module, for modules that get activations."""
         return self._seen
+
+    def sum_over(self, ranks: Ranks | None) -> None:
+        """Sum the tokens that all ranks have counted, which watch the same modules."""
+        if ranks is not None and self._seen:
+            own = torch.tensor(list(self._seen.values()))
+            total = ranks.sum_all(own, what="tokens of modules").tolist()
+            self._seen.update(zip(self._seen, total, strict=True))
 
     def watch(self, modules: Iterable[Module], state: State) -> None:
         """Count the tokens of ``modules``, except embeddings, whose inputs are row numbers."""

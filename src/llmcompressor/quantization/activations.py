@@ -25,6 +25,7 @@ from llmcompressor.observers.tokens import (
     split_batches,
 )
 from llmcompressor.quantization.parameters import activation_parameters
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 
 _STATE_KINDS = {"q": "query", "k": "key", "v": "value"}
@@ -97,6 +98,18 @@ class ActivationObservers:
             own = activation_parameters(observer, next(module.parameters()).dtype)
             found |= {f"{base}_{name}": value for name, value in own.items()}
         return found
+
+    def merge_over(self, ranks: Ranks, modules: Iterable[Module]) -> None:
+        """Merge what all ranks have observed of ``modules``, once for observers that these share.
+
+        All ranks call it with the same modules in the same order.
+        """
+        merged: set[Observer] = set()
+        for module in modules:
+            for observer in self._observers.get(module, {}).values():
+                if observer not in merged:
+                    merged.add(observer)
+                    observer.merge_over(ranks)
 
     def forget(self, modules: Iterable[Module]) -> None:
         """Discard the observers of ``modules``, whose parameters are now stored in the modules."""

@@ -73,6 +73,7 @@ from llmcompressor.quantization.parameters import (
     weight_range,
 )
 from llmcompressor.quantization.shared_caches import SharedKVCaches
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.progress import join_names, progress
 from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.attention import CACHED_ATTENTION
@@ -613,6 +614,13 @@ class QuantizationMixin(Modifier):
                 PlannedModule(name, module, own, tensors, is_attention=True, has_group=queries)
             )
         return Prediction(modules=[*plans, *self._shared.planned(of_attention)])
+
+    def sum_observed(self, state: State, ranks: Ranks, modules: Sequence[Module]) -> None:
+        """Merge what all ranks have observed of the activations of ``modules``."""
+        if self._observers is not None:
+            own = {*self._schemes, *self._attention}
+            waiting = (one for one in modules if one in own and one not in self._finished)
+            self._observers.merge_over(ranks, waiting)
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Round remaining weights and mark the modules of this modifier as quantized."""

@@ -27,6 +27,7 @@ from llmcompressor.logger import logger
 FORWARD = "calibration data through the model"
 READING = "reading the model"
 WRITING = "writing the output"
+EXCHANGE = "exchange between ranks"
 CHECKING = "checking the output"
 
 _LOOK_EVERY_S = 0.05

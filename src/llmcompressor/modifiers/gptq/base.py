@@ -8,7 +8,7 @@ of its output, ``‖(Q − W) Xᵀ‖²``; see :mod:`llmcompressor.numerics.gptq
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -51,6 +51,7 @@ from llmcompressor.quantization.column_solver import (
     solve,
 )
 from llmcompressor.quantization.parameters import weight_of
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
@@ -153,6 +154,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             super().traits,
             joins=frozenset({"OneShotPruningModifier"}),
             twin=self._is_asymmetric(),
+            over_ranks=True,
         )
 
     def _needs_data(self) -> bool:
@@ -242,6 +244,18 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         for leader in self._inputs.leaders(filter(self._is_solved, self._schemes)):
             hook = self._inputs.hook(state, reference_input)
             self.register_hook(leader, hook, "forward_pre", with_kwargs=True)
+
+    def sum_collected(
+        self,
+        state: State,
+        ranks: Ranks,
+        modules: Sequence[Module],
+        owner_of: Callable[[Module], int],
+    ) -> None:
+        """Sum second moments at the owners; the other ranks drop theirs."""
+        solved = [module for module in modules if self._is_solved(module)]
+        self._inputs.sum_over(ranks, solved, owner_of)
+        self._inputs.drop(one for one in solved if owner_of(one) != ranks.rank)
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Solve Linears, those that share an input together; round embeddings to nearest."""

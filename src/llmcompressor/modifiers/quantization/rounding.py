@@ -34,6 +34,7 @@ from llmcompressor.quantization.parameters import (
     weight_of,
 )
 from llmcompressor.quantization.qat import TrainableMixin
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.threads import one_thread, parallel_for
 
 T = TypeVar("T")
@@ -95,7 +96,28 @@ class QuantizationModifier(TrainableMixin):
     @property
     def traits(self) -> Traits:
         """Everything is measured on the original model."""
-        return replace(super().traits, edits=Edits.NONE)
+        return replace(super().traits, edits=Edits.NONE, over_ranks=True)
+
+    def sum_collected(
+        self,
+        state: State,
+        ranks: Ranks,
+        modules: Sequence[Module],
+        owner_of: Callable[[Module], int],
+    ) -> None:
+        """Sum the squares of inputs, and their tokens, on all ranks."""
+        own = (module for module in modules if module in self._schemes)
+        for leader in dict.fromkeys(self.leader(module, state) for module in own):
+            if leader in self._tokens and ranks.count > 1:
+                weight = weight_of(leader)
+                none_C = torch.zeros(weight.shape[-1], device=weight.device)
+                squares_C = self._squares.get(leader, none_C)
+                what = f"squares of the inputs of {self._names[leader]}"
+                self._squares[leader] = ranks.sum_all(squares_C, what=what)
+                tokens = torch.tensor(self._tokens[leader])
+                self._tokens[leader] = int(ranks.sum_all(tokens, what=what))
+                if self._tokens[leader] == 0:
+                    del self._squares[leader]
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Find the scales; the weights themselves are rounded at the end."""

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An output that several ranks write at once, each the byte ranges of its own tensors.
+
+The layout of the files is known before any tensor. So every rank computes, without a message,
+which tensors it packs and writes; all ranks have the finished block. The first rank allocates the
+files and keeps the journal: it notes a block once every rank has told that its part is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from llmcompressor.checkpoint.journal import PROCESSOR, RunIdentity
+from llmcompressor.checkpoint.tensor_files import StoredTensor, digest_of
+from llmcompressor.errors import ArgumentError, OutputError
+from llmcompressor.runtime.collectives import Ranks
+from llmcompressor.runtime.progress import join_names
+
+Records = dict[str, dict[str, Any]]
+"""Modifier → module → what it recorded."""
+
+
+class SharedOutput:
+    """The part of this rank in the output; all of it for a single rank.
+
+    Args:
+        ranks: the ranks of the run.
+        stored: the tensors of the output.
+        places: stored names of quantized modules, whose tensors are packed together.
+
+    Attributes:
+        ranks: the ranks of the run.
+    """
+
+    def __init__(self, ranks: Ranks, stored: Iterable[StoredTensor], places: Iterable[str]) -> None:
+        self.ranks = ranks
+        self._places = frozenset(places)
+        self._durable: dict[str, Mapping[str, str]] = {}
+        self._records: dict[str, Records] = {}
+        sizes: dict[str, int] = {}
+        for one in stored:
+            unit = self._unit_of(one.name)
+            sizes[unit] = sizes.get(unit, 0) + one.nbytes
+        loads = [0] * ranks.count
+        self._writers: dict[str, int] = {}
+        for unit in sorted(sizes, key=lambda one: (-sizes[one], one)):
+            self._writers[unit] = loads.index(min(loads))
+            loads[self._writers[unit]] += sizes[unit]
+
+    def _unit_of(self, name: str) -> str:
+        place = name.rpartition(".")[0]
+        return place if place in self._places else name
+
+    def writes(self, name: str) -> bool:
+        """Return True if this rank writes a tensor."""
+        return self._writers[self._unit_of(name)] == self.ranks.rank
+
+    def packs(self, place: str) -> bool:
+        """Return True if this rank packs and writes the quantized module of a stored name."""
+        return self._writers[place] == self.ranks.rank
+
+    # ------------------------------------------------------------------ opening
+
+    def check_identity(self, identity: RunIdentity) -> None:
+        """Refuse ranks whose runs would not end with the same output.
+
+        Raises:
+            ArgumentError: names what differs; on all ranks.
+        """
+        own = {name: one for name, one in identity.items() if name != PROCESSOR}
+        for rank, other in enumerate(self.ranks.exchange(own, what="arguments of the run")):
+            differing = RunIdentity(other).differences(own)
+            if differing:
+                raise ArgumentError(
+                    "The ranks of a run make one model together, and would not make the same one. "
+                    f"Rank {self.ranks.rank} beside rank {rank}: "
+                    f"{join_names(differing, most=4, separator='; ')}.".replace(
+                        " then, ", " here, "
+                    ).replace(" now", " there"),
+                    "Give all of them the same model, data, arguments and versions.",
+                )
+
+    def opened(self, files: Path, told: Mapping[str, Any]) -> None:
+        """Tell the other ranks where the first has opened the output, and what is finished."""
+        journal = _hash_of(files.parent)
+        self.ranks.exchange({"files": str(files), "journal": journal, **told}, what="the output")
+
+    def join(self) -> dict[str, Any]:
+        """Wait until the first rank has opened the output, and return what it told.
+
+        Raises:
+            OutputError: this rank does not see the same files.
+        """
+        found: dict[str, Any] = self.ranks.exchange(None, what="the output")[0]
+        files = Path(found["files"])
+        if not files.is_dir() or _hash_of(files.parent) != found["journal"]:
+            raise OutputError(
+                f"Rank {self.ranks.rank} does not see {files}, which the first rank has made.",
+                "Give an output directory that all ranks see and can write to, or start the "
+                "ranks on one machine.",
+            )
+        return found
+
+    # ------------------------------------------------------------------ blocks
+
+    def merged(self, records: Records, block: str) -> Records:
+        """What the modifiers of all ranks have recorded of a block."""
+        return merged(self.ranks.exchange(records, what=f"records of {block or 'the rest'}"))
+
+    def add(self, block: str, records: Records, digests: Mapping[str, str]) -> None:
+        """Note that this rank's part of a block is durable."""
+        self._durable[block], self._records[block] = digests, records
+
+    def take_durable(self) -> dict[str, tuple[Records, str]]:
+        """Blocks whose parts are durable on all ranks: what was recorded, and their hash.
+
+        All ranks call it when they have written the same blocks.
+        """
+        parts = self.ranks.exchange(self._durable, what="written parts of blocks")
+        records, self._durable, self._records = self._records, {}, {}
+        return {
+            block: (
+                records[block],
+                digest_of({k: v for part in parts for k, v in part[block].items()}),
+            )
+            for block in records
+        }
+
+
+def merged(every: Iterable[Records]) -> Records:
+    """Join what the modifiers of all ranks have recorded: the first record of a module counts."""
+    found: Records = {}
+    for records in every:
+        for modifier, own in records.items():
+            known = found.setdefault(modifier, {})
+            known.update({module: one for module, one in own.items() if module not in known})
+    return found
+
+
+def _hash_of(folder: Path) -> str:
+    file = folder / "journal"
+    return xxhash.xxh3_64_hexdigest(file.read_bytes()) if file.is_file() else ""

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The work of a pass, shared by ranks: each runs a part of the samples, and owns some modules.
+
+At a stop all ranks wait for each other, with their passes at the same module::
+
+    rank 0                        rank 1
+    runs samples 0, 2, 4, …       runs samples 1, 3, 5, …
+    sends its statistics      →   adds them in the order of the ranks
+                                  compresses the module, which it owns
+    gets the new weight       ←   sends it
+    runs it on its samples        runs it on its samples
+
+Modules that share an input have one owner. Every rank computes the owners itself, from the costs
+that modifiers declare, so that they are nowhere sent. A single rank owns all, and no sum changes
+anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from llmcompressor.core.contract import DataSize, Edits
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.state import State
+from llmcompressor.runtime.collectives import Ranks
+from llmcompressor.runtime.run_record import EXCHANGE, phase
+
+_STATUS = "quantization_status"
+_CHANGED_AT_STOPS = frozenset({"weight", "bias"})
+
+
+class SharedWork:
+    """The part of this rank in a pass, and what it exchanges with the others.
+
+    Args:
+        state: of the run, with its ranks.
+        modifiers: of the pass.
+
+    Attributes:
+        ranks: the ranks of the run.
+    """
+
+    def __init__(self, state: State, modifiers: Sequence[Modifier]) -> None:
+        self.ranks = state.run.ranks or Ranks()
+        self._state, self._modifiers = state, modifiers
+        self._owners: dict[Module, int] = {}
+        self._is_shared = self.ranks.count > 1
+        self._changes_at_stops = any(
+            Edits.AT_ONCE in one.traits.edits for one in modifiers if one.traits.needs_data
+        )
+        self._changes_later = any(not one.traits.needs_data for one in modifiers)
+
+    def assign(self, groups: Iterable[tuple[str, Sequence[Module]]]) -> None:
+        """Give each group, the most costly first, to the rank with the least to do.
+
+        Args:
+            groups: modules that are compressed together, with a name of their own. Modules in
+                none belong to the first rank.
+        """
+        if not self._is_shared:
+            return
+        members = dict(groups)
+        costs = {name: self._cost(own) for name, own in members.items()}
+        loads = [0] * self.ranks.count
+        for name in sorted(members, key=lambda one: (-costs[one], one)):
+            owner = loads.index(min(loads))
+            loads[owner] += costs[name]
+            self._owners.update(dict.fromkeys(members[name], owner))
+
+    def _cost(self, members: Sequence[Module]) -> int:
+        """Multiply-adds to compress a group, whose statistics are there."""
+        found = 0
+        for modifier in self._modifiers:
+            own = set(modifier.select(self._state).modules)
+            mine = [one for one in members if one in own]
+            found += modifier.cost(mine, DataSize()).flops if mine else 0
+        return max(1, found)
+
+    def owner_of(self, module: Module) -> int:
+        """The rank that compresses a module."""
+        return self._owners.get(module, 0)
+
+    def own(self, modules: Iterable[Module]) -> tuple[Module, ...]:
+        """Those of ``modules`` that this rank compresses."""
+        return tuple(one for one in modules if self.owner_of(one) == self.ranks.rank)
+
+    def others(self, modules: Iterable[Module]) -> tuple[Module, ...]:
+        """Those of ``modules`` that other ranks compress."""
+        return tuple(one for one in modules if self.owner_of(one) != self.ranks.rank)
+
+    # ------------------------------------------------------------------ agreements
+
+    def least(self, value: int, what: str) -> int:
+        """The least value of all ranks."""
+        return int(self.ranks.min_all(torch.tensor(value), what=what))
+
+    def most(self, value: int, what: str) -> int:
+        """The greatest value of all ranks."""
+        return int(self.ranks.max_all(torch.tensor(value), what=what))
+
+    def common(self, names: Iterable[str], every: Sequence[str], what: str) -> list[str]:
+        """The names that all ranks have given, in the order of ``every``."""
+        given = set(names)
+        if not self._is_shared:
+            return [one for one in every if one in given]
+        flags = torch.tensor([one in given for one in every])
+        found = self.ranks.min_all(flags, what=what).tolist()
+        return [one for one, is_common in zip(every, found, strict=True) if is_common]
+
+    # ------------------------------------------------------------------ tensors
+
+    def sum_collected(self, modules: Sequence[Module]) -> None:
+        """Add what all ranks have collected of the inputs of ``modules``, for their owners."""
+        if self._is_shared:
+            with phase(EXCHANGE):
+                for modifier in self._modifiers:
+                    modifier.sum_collected(self._state, self.ranks, modules, self.owner_of)
+
+    def sum_observed(self, modules: Sequence[Module]) -> None:
+        """Add what all ranks have observed of ``modules``, which all samples have left."""
+        if self._is_shared:
+            with phase(EXCHANGE):
+                for modifier in self._modifiers:
+                    modifier.sum_observed(self._state, self.ranks, modules)
+
+    def copy_compressed(self, modules: Sequence[Module], name: str) -> None:
+        """Give all ranks the weights that the owners have compressed at a stop."""
+        if not self._is_shared or not self._changes_at_stops:
+            return
+        own = [one for one in dict.fromkeys(modules) if one in self._owners]
+        self._copy(own, f"weights of {name}")
+
+    def copy_finished(self, modules: Sequence[Module], name: str, *, rounds: bool) -> None:
+        """Give all ranks what the owners have added to modules that are finished.
+
+        Args:
+            modules: those of a block, or all outside of blocks.
+            name: name of the block, for errors.
+            rounds: weights that were not changed yet are rounded when they are written.
+        """
+        if not self._is_shared:
+            return
+        sent = [one for one in modules if one in self._owners or hasattr(one, _STATUS)]
+        self._copy_statuses(sent, f"states of {name}")
+        is_there = rounds or (self._changes_at_stops and not self._changes_later)
+        self._copy(sent, f"parameters of {name}", but=_CHANGED_AT_STOPS if is_there else ())
+
+    def _copy_statuses(self, modules: Sequence[Module], what: str) -> None:
+        """Whether weights are rounded already, which the writer has to know."""
+        own = {
+            str(place): getattr(one, _STATUS).value
+            for place, one in enumerate(modules)
+            if self.owner_of(one) == self.ranks.rank and hasattr(one, _STATUS)
+        }
+        for found in self.ranks.exchange(own, what=what):
+            for place, value in found.items():
+                known = getattr(modules[int(place)], _STATUS)
+                setattr(modules[int(place)], _STATUS, type(known)(value))
+
+    def _copy(self, modules: Sequence[Module], what: str, *, but: Container[str] = ()) -> None:
+        """Copy the tensors that modules hold themselves, ``but`` for some names."""
+        with phase(EXCHANGE):
+            for owner in range(self.ranks.count):
+                mine = [one for one in modules if self.owner_of(one) == owner]
+                if mine:
+                    is_own = owner == self.ranks.rank
+                    tensors = dict(_tensors_of(mine, but)) if is_own else {}
+                    found = self.ranks.broadcast_from(owner, tensors, what=what)
+                    if not is_own:
+                        _put(mine, found)
+
+
+def _tensors_of(modules: Sequence[Module], but: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    for place, module in enumerate(modules):
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and name not in but and not tensor.is_meta:
+                    yield f"{place}.{name}", tensor.detach()
+
+
+@torch.no_grad()
+def _put(modules: Sequence[Module], tensors: Mapping[str, Tensor]) -> None:
+    """Give modules the tensors that :func:`_tensors_of` has named; parameters stay the same."""
+    for key, tensor in tensors.items():
+        place, _, name = key.partition(".")
+        module = modules[int(place)]
+        known = module._parameters.get(name)
+        if name in module._buffers:
+            module._buffers[name] = tensor.to(_device_of(module))
+        elif known is not None and not known.is_meta and known.shape == tensor.shape:
+            known.data = tensor.to(known.device)
+        else:
+            module._parameters[name] = Parameter(tensor.to(_device_of(module)), requires_grad=False)
+
+
+def _device_of(module: Module) -> torch.device:
+    held = (one for one in module.parameters() if not one.is_meta)
+    return next((one.device for one in held), torch.device("cpu"))
