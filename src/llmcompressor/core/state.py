@@ -189,6 +189,7 @@ class Calibration:
         token_mask: bool ``[batch, tokens]``, true where the current batch has a token and not
             padding.
         batch_sizes: number of samples in each of the batches that are now run as one.
+        batch_numbers: the places of these batches among those of all ranks.
         reference_inputs: for the current batch, the input of each module in the original model.
         propagates_error: error correction: modules are calibrated on the outputs of the compressed
             modules before them; else on the original ones.
@@ -197,6 +198,7 @@ class Calibration:
 
     token_mask: Tensor | None = None
     batch_sizes: tuple[int, ...] | None = None
+    batch_numbers: tuple[int, ...] | None = None
     reference_inputs: Mapping[Module, Tensor] | None = None
     propagates_error: bool = False
     call_order: CallOrder | None = None

@@ -97,6 +97,8 @@ from llmcompressor.verification import Deployment, TensorInfo, check_serving
 from llmcompressor.verification.facts import Severity
 
 Blocks: TypeAlias = StreamedBlocks | ResidentBlocks
+RANKS = "ranks"
+"""Of a report: the share of each rank in the work."""
 
 
 # --------------------
@@ -582,6 +584,18 @@ def sharing_ranks(job: Job, batches: Sequence[Any] | None) -> Ranks | None:
     return Ranks(job.processes)
 
 
+def shares_of(ranks: Ranks) -> list[dict[str, int]]:
+    """The shares of all ranks in the work of a run.
+
+    Returns:
+        For each rank the ``samples`` that it ran, the multiply-adds of what it ``solved``, as
+        modifiers estimate them, and the bytes that it has ``written``, ``sent`` and ``received``.
+    """
+    own = {name: ranks.tally[name] for name in ("samples", "solved", "written")}
+    own |= {"sent": ranks.sent, "received": ranks.received}
+    return ranks.exchange(own, what="shares of the work")
+
+
 def _is_shareable(modifier: Modifier) -> bool:
     return modifier.traits.over_ranks or modifier.traits.data is DataUse.NONE
 
@@ -631,9 +645,11 @@ class _Run:
             report = compression_report(blocks.reports(), self._modules)
             if blocks.processors:
                 report = {**(report or {}), PROCESSORS: blocks.processors}
+            if (ranks := session.state.run.ranks) is not None:
+                report = {**(report or {}), RANKS: shares_of(ranks)}
             if job.output_dir is not None:
                 blocks.publish(self._options(report))
-            if session.state.run.ranks is not None and not job.processes.is_first:
+            if ranks is not None and not job.processes.is_first:
                 report = compression_report(blocks.reports(), self._modules)  # as it was written
             blocks.show()
         if hasattr(model, "save_pretrained"):

@@ -8,8 +8,8 @@ updates the range of the tensors before (:meth:`RangeObserver.combine`).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -24,7 +24,14 @@ class RangeObserver(Observer):
     """An observer whose state is a single range.
 
     The range is kept in float32 or wider: moving averages in 16 bits stop changing.
+
+    Attributes:
+        depends_on_order: the range depends on the order of the tensors.
+        history: the range of each tensor, where someone asked for it by setting a list.
     """
+
+    depends_on_order: ClassVar[bool] = True
+    history: list[Range] | None = None
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -73,8 +80,17 @@ class RangeObserver(Observer):
     def _joined(self, own: Range, other: Range) -> Range:
         return range_union(Range(*own), Range(*other))
 
+    def replay(self, history: Iterable[Range]) -> None:
+        """Start again with the tensors of these ranges, in their order."""
+        self.reset()
+        for one in history:
+            self._include(one)
+            self.observations += 1
+
     def _include(self, measured: Range) -> None:
         minimum, maximum = measured
+        if self.history is not None:
+            self.history.append(Range(minimum, maximum))
         self._dtype = minimum.dtype
         kept = torch.promote_types(minimum.dtype, torch.float32)
         new = Range(minimum.to(kept), maximum.to(kept))
@@ -118,6 +134,8 @@ class MemorylessMinMaxObserver(RangeObserver):
 
 class StaticMinMaxObserver(RangeObserver):
     """The extremes of all tensors."""
+
+    depends_on_order = False
 
     def combine(self, old: Range, new: Range) -> Range:
         """The smallest range that contains both."""

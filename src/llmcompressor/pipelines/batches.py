@@ -7,6 +7,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -176,6 +177,11 @@ class CalibrationBatches(Sequence[Mapping[str, Any]]):
         merged = list(merge_batches(every[self._ranks.rank :: self._ranks.count]))
         self._batches = [one.batch for one in merged]
         self._sizes = [one.sizes for one in merged]
+        ends = list(accumulate(len(sizes) for sizes in self._sizes))
+        places = [range(end - len(own), end) for end, own in zip(ends, self._sizes, strict=True)]
+        self._ranks.tally["samples"] = sum(map(sum, self._sizes))
+        step, begin = self._ranks.count, self._ranks.rank
+        self._numbers = [tuple(begin + step * place for place in own) for own in places]
         if not self._batches:
             raise DatasetError(
                 "The calibration data holds no batch.", "Give at least one sample to calibrate on."
@@ -210,6 +216,10 @@ class CalibrationBatches(Sequence[Mapping[str, Any]]):
     def sizes(self, index: int) -> tuple[int, ...]:
         """Number of samples of each original batch that was merged into this one."""
         return self._sizes[index]
+
+    def numbers(self, index: int) -> tuple[int, ...]:
+        """Places of these original batches among those of all ranks."""
+        return self._numbers[index]
 
     def run(self, batch: Mapping[str, Any]) -> object:
         """Run the model's forward on a batch."""

@@ -566,6 +566,9 @@ class _Stepper:
         state.batch_data = None if one is None else self.run.batches[one.index]
         state.calibration.token_mask = None if one is None else self.run.batches.mask(one.index)
         state.calibration.batch_sizes = None if one is None else self.run.batches.sizes(one.index)
+        state.calibration.batch_numbers = (
+            None if one is None else self.run.batches.numbers(one.index)
+        )
         state.calibration.reference_inputs = references
 
 

@@ -48,6 +48,8 @@ class SharedWork:
         self.ranks = state.run.ranks or Ranks()
         self._state, self._modifiers = state, modifiers
         self._owners: dict[Module, int] = {}
+        self._costs: dict[Module, int] = {}
+        """Of the groups of this rank, by the first module."""
         self._is_shared = self.ranks.count > 1
         self._changes_at_stops = any(
             Edits.AT_ONCE in one.traits.edits for one in modifiers if one.traits.needs_data
@@ -70,6 +72,8 @@ class SharedWork:
             owner = loads.index(min(loads))
             loads[owner] += costs[name]
             self._owners.update(dict.fromkeys(members[name], owner))
+            if owner == self.ranks.rank:
+                self._costs[members[name][0]] = costs[name]
 
     def _cost(self, members: Sequence[Module]) -> int:
         """Multiply-adds to compress a group, whose statistics are there."""
@@ -115,6 +119,7 @@ class SharedWork:
 
     def sum_collected(self, modules: Sequence[Module]) -> None:
         """Add what all ranks have collected of the inputs of ``modules``, for their owners."""
+        self.ranks.tally["solved"] += sum(self._costs.get(one, 0) for one in modules)
         if self._is_shared:
             with phase(EXCHANGE):
                 for modifier in self._modifiers:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.core.modifier import Modifier
-from llmcompressor.core.state import State
+from llmcompressor.core.state import Calibration, State
 from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.moe.linear_experts import LinearExperts
 from llmcompressor.observers.base import Observer
+from llmcompressor.observers.canonical import Range
+from llmcompressor.observers.min_max import RangeObserver
 from llmcompressor.observers.tokens import (
     num_equal_batches,
     real_states,
@@ -46,6 +48,8 @@ class ActivationObservers:
         self._observers: dict[Module, dict[str, Observer]] = {}
         self._names: dict[Module, str] = {}
         self._inputs: dict[Module, list[Observer]] = {}
+        self._numbers: dict[RangeObserver, list[int]] = {}
+        """Where ranks share the samples: the place of the batch of each range that counts."""
 
     def watch_linear(
         self, module: Module, name: str, scheme: QuantizationScheme, *, source: Module | None = None
@@ -102,14 +106,31 @@ class ActivationObservers:
     def merge_over(self, ranks: Ranks, modules: Iterable[Module]) -> None:
         """Merge what all ranks have observed of ``modules``, once for observers that these share.
 
-        All ranks call it with the same modules in the same order.
+        All ranks call it with the same modules in the same order. A moving average is that of all
+        batches in the order which they have in one process.
         """
-        merged: set[Observer] = set()
-        for module in modules:
-            for observer in self._observers.get(module, {}).values():
-                if observer not in merged:
-                    merged.add(observer)
-                    observer.merge_over(ranks)
+        every = [one for module in modules for one in self._observers.get(module, {}).values()]
+        for observer in dict.fromkeys(every):
+            if observer in self._numbers:
+                self._replay_over(ranks, observer)
+            else:
+                observer.merge_over(ranks)
+
+    def _replay_over(self, ranks: Ranks, observer: RangeObserver) -> None:
+        what = f"ranges of the {observer.base_name}"
+        numbers = ranks.exchange(self._numbers.pop(observer), what=what)
+        history, observer.history = observer.history or [], None
+        found: list[tuple[int, Range]] = []
+        for rank, own in enumerate(numbers):
+            if own:
+                sent = {}
+                if rank == ranks.rank:
+                    both = zip(*history, strict=True)
+                    sent = {str(end): torch.stack(bounds) for end, bounds in enumerate(both)}
+                got = ranks.broadcast_from(rank, sent, what=what)
+                bounds = zip(got["0"], got["1"], strict=True)
+                found += [(one, Range(*ends)) for one, ends in zip(own, bounds, strict=True)]
+        observer.replay(one for _, one in sorted(found, key=lambda pair: pair[0]))
 
     def forget(self, modules: Iterable[Module]) -> None:
         """Discard the observers of ``modules``, whose parameters are now stored in the modules."""
@@ -126,27 +147,41 @@ class ActivationObservers:
 
     def _keep(self, module: Module, base: str, observer: Observer) -> None:
         self._observers.setdefault(module, {})[base] = observer
+        if self._state.run.ranks is None or not isinstance(observer, RangeObserver):
+            return
+        if observer.depends_on_order and observer not in self._numbers:
+            observer.history, self._numbers[observer] = [], []
 
     @torch.no_grad()
     def _observe(self, module: Module, base: str, activation: Tensor | None) -> None:
         if activation is None:
             return
-        mask, sizes = self._state.calibration.token_mask, self._state.calibration.batch_sizes
+        of = self._state.calibration
+        mask, sizes = of.token_mask, of.batch_sizes
         alike = num_equal_batches(activation, mask, sizes)
         if alike > 1:
-            self._feed(module, base, real_tokens(activation, None), alike)
+            self._feed(module, base, real_tokens(activation, None), of.batch_numbers, alike)
             return
-        for part, part_mask in split_batches(activation, mask, sizes):
-            self._feed(module, base, real_tokens(part, part_mask))
+        parts = split_batches(activation, mask, sizes)
+        for place, (part, part_mask) in enumerate(parts):
+            self._feed(module, base, real_tokens(part, part_mask), _number(of, place))
 
     @torch.no_grad()
     def _observe_states(self, base: str, module: Module, states_BHTD: Tensor) -> None:
         """Observe the real tokens of a batch as one sequence, whether padded or not."""
         of = self._state.calibration
-        for part_BHTD, mask_BT in split_batches(states_BHTD, of.token_mask, of.batch_sizes):
-            self._feed(module, base, real_states(part_BHTD, mask_BT))
+        parts = split_batches(states_BHTD, of.token_mask, of.batch_sizes)
+        for place, (part_BHTD, mask_BT) in enumerate(parts):
+            self._feed(module, base, real_states(part_BHTD, mask_BT), _number(of, place))
 
-    def _feed(self, module: Module, base: str, values: Tensor, batches: int = 1) -> None:
+    def _feed(
+        self,
+        module: Module,
+        base: str,
+        values: Tensor,
+        numbers: Sequence[int] | None,
+        batches: int = 1,
+    ) -> None:
         observer = self._observers[module][base]
         try:
             if batches == 1:
@@ -158,6 +193,10 @@ class ActivationObservers:
                 f"The {base} activations of {self._names[module]} hold NaN or infinity. Look for "
                 "a bad weight upstream, or load the model with precision='float32'."
             ) from error
+        if isinstance(observer, RangeObserver) and observer in self._numbers:
+            known = self._numbers[observer]
+            new = len(observer.history or ()) - len(known)  # none if there was no real token
+            known += list(numbers or [0] * new)[:new]
 
     def _check_observed(self, module: Module, base: str, observer: Observer) -> None:
         """Refuse a static scale without tokens, and a shared one of an expert without values.
@@ -194,3 +233,9 @@ class ActivationObservers:
             f"No calibration token was shown to {name}, whose {base} scale is static.",
             f"{remedy}, or put it on the recipe's ignore list.",
         )
+
+
+def _number(calibration: Calibration, place: int) -> tuple[int, ...]:
+    """The place of a part of the current batch among the batches of all ranks."""
+    numbers = calibration.batch_numbers or ()
+    return numbers[place : place + 1] or numbers[:1] or (0,)

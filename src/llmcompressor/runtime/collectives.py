@@ -28,6 +28,7 @@ import hashlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -73,6 +74,7 @@ class Ranks:
         count: the number of ranks.
         sent: bytes that this rank has sent, as gloo sends them.
         received: bytes that this rank has received.
+        tally: what this rank has done, by name, as its callers count it.
 
     Raises:
         ProcessError: in each operation, if another rank has failed, does something else, or does
@@ -89,6 +91,7 @@ class Ranks:
         self._processes = processes or Processes()
         self.rank, self.count = self._processes.rank, self._processes.count
         self.sent = self.received = 0
+        self.tally: Counter[str] = Counter()
         self._timeout, self._panel = timeout, panel
         self._number = 0
         self._broken = ""
