@@ -45,7 +45,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 # Figure: (ceiling, goal). --lower rewrites the ceilings. Where a commit adds a capability, it may
 # raise the ceilings of lines by that, and its message says so: refactoring may not.
 CEILINGS: dict[str, tuple[float, float]] = {
-    "lines of src": (86_900, 64_000),
+    "lines of src": (87_140, 64_000),
     "files of src": (319, 300),
     "members to override": (27, 25),
     "fields of State": (14, 14),
@@ -55,7 +55,7 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "files in verification": (22, 22),
     "files in entrypoints": (15, 14),
     "files for an old path": (0, 0),
-    "helpers used once": (676, 400),
+    "helpers used once": (682, 400),
     "short helpers used once": (60, 60),
     "modules under 60 lines": (2, 0),
     "files per 1,000 lines": (4.7, 4.7),

@@ -41,6 +41,12 @@ LLAMA_3_70B: dict[str, Any] = LLAMA_3_8B | {
     "num_attention_heads": 64,
     "num_hidden_layers": 80,
 }
+LLAMA_3_405B: dict[str, Any] = LLAMA_3_8B | {
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 126,
+}
 MIXTRAL_8X7B: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"],
     "attention_dropout": 0.0,

@@ -39,6 +39,18 @@ Tp = Annotated[
     list[int] | None,
     typer.Option(help="Size of tensor parallelism, repeatable. (default: 1, 2, 4 and 8)"),
 ]
+Ranks = Annotated[int | None, typer.Option(help="Number of processes to plan for. (default: 1)")]
+Nodes = Annotated[int | None, typer.Option(help="Number of machines they are on. (default: 1)")]
+LinkSpeed = Annotated[
+    float | None,
+    typer.Option(
+        help="GB/s between processes of a machine. (default: 50 with CUDA, 1 without)",
+    ),
+]
+NodeLinkSpeed = Annotated[
+    float | None,
+    typer.Option(help="GB/s of a machine to others. (default: 12.5 with CUDA, 1.25 without)"),
+]
 Gpu = Annotated[
     str | None, typer.Option(help="The device: its capability as sm90, or a name as h100.")
 ]
@@ -293,6 +305,10 @@ def run_command(*, debug: bool, verbose: int, **given: Any) -> None:
     parameter("serve", Serve),
     parameter("tp", Tp),
     parameter("gpu", Gpu),
+    parameter("ranks", Ranks),
+    parameter("nodes", Nodes),
+    parameter("link_speed", LinkSpeed),
+    parameter("node_link_speed", NodeLinkSpeed),
     parameter(
         "no_measure",
         bool,

@@ -228,6 +228,8 @@ class Cost:
         peak_data_bytes: those of them that are computed from the data, and go where the data goes.
         data_bytes: further bytes held of the data: on an accelerator within half of what its limit
             leaves, the rest in main memory.
+        summed_bytes: bytes of what is summed over the ranks of a run, as one rank sends it: half of
+            a symmetric matrix.
     """
 
     flops: int = 0
@@ -235,6 +237,7 @@ class Cost:
     peak_bytes: int = 0
     peak_data_bytes: int = 0
     data_bytes: int = 0
+    summed_bytes: int = 0
 
     @property
     def own_peak_bytes(self) -> int:
@@ -250,6 +253,7 @@ class Cost:
             peak_bytes=peak,
             peak_data_bytes=peak - max(self.own_peak_bytes, other.own_peak_bytes),
             data_bytes=self.data_bytes + other.data_bytes,
+            summed_bytes=self.summed_bytes + other.summed_bytes,
         )
 
 

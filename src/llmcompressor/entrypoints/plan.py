@@ -22,7 +22,8 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.numerics.products import float32_by_default
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.planning.make import RECIPE, Request, make_plan, problem_of
-from llmcompressor.planning.result import Plan, Problem, Tokens
+from llmcompressor.planning.ranks import Layout
+from llmcompressor.planning.result import Plan, Problem, Rates, Tokens
 from llmcompressor.planning.subject import PlannedModel, open_planned_model
 from llmcompressor.recipe import Recipe
 from llmcompressor.runtime.memory import free_device_memory
@@ -48,7 +49,11 @@ def plan(
     serve: str | None = None,
     tp: int | tuple[int, ...] | None = None,
     gpu: str | None = None,
-    measure: bool = True,
+    measure: bool | Rates = True,
+    ranks: int = 1,
+    nodes: int = 1,
+    link_speed: float | None = None,
+    node_link_speed: float | None = None,
     **arguments: Unpack[OneshotKeywords],
 ) -> Plan:
     """Predict what ``oneshot`` would do, need and write with the same arguments.
@@ -64,7 +69,14 @@ def plan(
         serve: the server whose rules are checked, as for ``verify``; all by default.
         tp: the size of tensor parallelism to serve with, or several.
         gpu: the device to serve on, such as ``"sm90"`` or ``"h100"``.
-        measure: measure this machine for about a second, to estimate the time.
+        measure: measure this machine for about a second, to estimate the time; or the
+            :class:`.Rates` of another machine.
+        ranks: the number of processes to plan for, each with a device of its own.
+        nodes: the number of machines that they are on, as many on each.
+        link_speed: gigabytes (10⁹) per second of a rank to others of its node, each way; by default
+            50 with CUDA and 1 without.
+        node_link_speed: the same into and out of a node; by default 12.5 with CUDA and 1.25
+            without.
         **arguments: as for ``oneshot``.
 
     Returns:
@@ -81,6 +93,7 @@ def plan(
         print(found.ok, found.sizes.weights, found.peak_host)
     """
     show_runs_quietly()
+    layout = Layout(ranks, nodes, link_speed, node_link_speed)
     given: dict[str, Any] = {
         "model": model,
         "recipe": recipe,
@@ -91,12 +104,17 @@ def plan(
     if not (serve is None and tp is None and gpu is None):
         sizes = DEFAULT_TP if tp is None else (tp,) if isinstance(tp, int) else tuple(tp)
         deployment = Deployment(serve, sizes, gpu)
-    return plan_from_arguments({"output_dir": output_dir, **given}, deployment, measure=measure)
+    call = {"output_dir": output_dir, **given}
+    return plan_from_arguments(call, deployment, measure=measure, layout=layout)
 
 
 @float32_by_default()
 def plan_from_arguments(
-    arguments: Mapping[str, Any], deployment: Deployment | None = None, *, measure: bool = True
+    arguments: Mapping[str, Any],
+    deployment: Deployment | None = None,
+    *,
+    measure: bool | Rates = True,
+    layout: Layout | None = None,
 ) -> Plan:
     """Return the plan of a call of ``oneshot`` with these arguments, as :func:`plan`."""
     job = _DraftJob(**arguments)
@@ -127,6 +145,7 @@ def plan_from_arguments(
         limits.of(device),
         limits.host,
         job.keeps_ties,
+        layout or Layout(),
     )
     with gc_relaxed():
         found = make_plan(subject, request)

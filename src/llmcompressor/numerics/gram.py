@@ -93,6 +93,15 @@ def add_column_squares(squares_C: Tensor, input_TC: Tensor) -> None:
         squares_C += sum_C
 
 
+def triangle_bytes(columns: int) -> int:
+    """Bytes of a float32 Gram matrix without what its symmetry repeats.
+
+    >>> triangle_bytes(3)
+    24
+    """
+    return 4 * (columns * (columns + 1) // 2)
+
+
 def mirror_upper_(gram_CC: Tensor) -> Tensor:
     """Copy the upper triangle of ``gram_CC`` to the lower one in place.
 

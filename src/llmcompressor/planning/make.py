@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.atomic_output import FILES, work_folder
 from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes, unallocated_bytes
 from llmcompressor.checkpoint.journal import SCRATCH
-from llmcompressor.core.contract import Cost, DataSize, DataUse, Edits, PlannedModule
+from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize, DataUse, Edits, PlannedModule
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import RunSettings, State
 from llmcompressor.errors import CompressorError, InputError, OutputError, TargetError
@@ -25,6 +26,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.pipelines.attention_trial import check_attention_forward
 from llmcompressor.pipelines.batches import RUN_TOKENS
+from llmcompressor.pipelines.passes import BY_BLOCK
 from llmcompressor.pipelines.targets import check_reached
 from llmcompressor.planning.matching import STACK, descriptions, match_patterns, module_rows
 from llmcompressor.planning.memory import (
@@ -34,8 +36,24 @@ from llmcompressor.planning.memory import (
     estimate_phases,
     shortages,
 )
-from llmcompressor.planning.passes import PassContext, plan_passes
-from llmcompressor.planning.result import ModuleRow, Plan, Problem, Sizes, Tokens
+from llmcompressor.planning.passes import PassContext, Passes, plan_passes
+from llmcompressor.planning.ranks import (
+    Layout,
+    RankRun,
+    divisible_work,
+    peaks_of_rank,
+    plan_ranks,
+)
+from llmcompressor.planning.result import (
+    ModuleRow,
+    Operations,
+    Plan,
+    Problem,
+    RankPlan,
+    Rates,
+    Sizes,
+    Tokens,
+)
 from llmcompressor.planning.sizes import Output, predict_output, serving_notes
 from llmcompressor.planning.subject import Part, PlannedModel
 from llmcompressor.planning.trial import SchemeCost, measure_scheme
@@ -55,6 +73,9 @@ _START_SECONDS = 0.05
 _PASS_SECONDS = 0.15
 _MODULE_SECONDS = 0.0007
 """Of Python, for a run, for each pass with data, and for each module that is quantized."""
+
+_ROUNDING_VISITS = 8
+"""Passes over a weight to round and pack it, where that is not measured."""
 
 RECIPE = "recipe"
 """Where a problem is that leaves nothing to plan."""
@@ -82,11 +103,12 @@ class Request:
         save_compressed: weights are packed, not written dense.
         output_dir: the output folder.
         deployment: serving environment, as far as known.
-        measure: measure the machine and estimate the time.
+        measure: measure the machine and estimate the time; or its rates, where it is another one.
         problems: problems found before.
         device_limit: bytes that the run may use of ``device``; ``None`` for what is free.
         host_limit: the same of main memory.
         keeps_ties: the user has asked to keep tied embeddings tied.
+        layout: the ranks of the run.
     """
 
     modifiers: Sequence[Modifier]
@@ -102,11 +124,12 @@ class Request:
     save_compressed: bool = True
     output_dir: Path | None = None
     deployment: Deployment | None = None
-    measure: bool = True
+    measure: bool | Rates = True
     problems: Sequence[Problem] = ()
     device_limit: int | None = None
     host_limit: int | None = None
     keeps_ties: bool = False
+    layout: Layout = field(default_factory=Layout)
 
 
 def problem_of(where: str, error: CompressorError) -> Problem:
@@ -286,54 +309,139 @@ class _PlanBuilder:
         planned: Sequence[PlannedModule],
         parts: Sequence[Part],
     ) -> Plan:
-        request, tokens = self._request, self._request.tokens
+        request = self._request
         context = self._context(parts)
         passes = plan_passes(request.modifiers, context)
         beside, learning = self._part_costs(parts, context)
         schemes = self._scheme_costs(planned)
-        operations = count_operations(
-            passes,
-            tokens.tokens if tokens else 0,
-            tokens.longest if tokens else 0,
-            rounded=sum(row.weights for row in plan.scheme_bytes),
-            beside=sum(one.flops for one in beside),
-            learn=sum(one.flops for costs in learning for one in costs),
-        )
+        rounded = sum(row.weights for row in plan.scheme_bytes)
+        rates, rounding = self._rates(), self._rounding_seconds(planned, schemes)
+
+        def work_of(passes: Passes) -> tuple[Operations, int, Traffic]:
+            works = [work for one, works in passes if one.forwards for work in works]
+            steps = sum(len(work.stops) for work in works) * request.batches
+            operations = self._operations(passes, rounded, beside, learning)
+            return operations, steps, self._traffic(passes, sizes, parts, rounding)
+
+        operations, steps, traffic = work_of(passes)
         plan = replace(plan, passes=[one for one, _ in passes], operations=operations)
         seconds: Mapping[str, float] = {}
-        if request.measure:
-            folder = request.output_dir  # or the nearest parent there is, on the same disk
-            while folder is not None and not folder.is_dir() and folder != folder.parent:
-                folder = folder.parent
-            rates = measure_rates(request.device, self._subject.model.dtype, folder)
-            rounding = sum(
-                schemes[id(one.scheme)].seconds * matrix_elements(one.module) for one in planned
-            )
-            calibrating = [works for one, works in passes if one.forwards]
-            # of Python, independent of sizes
-            rounding += _START_SECONDS + _PASS_SECONDS * len(calibrating)
-            rounding += _MODULE_SECONDS * len(planned)
-            traffic = Traffic(
-                self._subject.source_bytes * max(len(passes), 1),
-                sizes.weights,
-                rounding,
-                parts[-1].source + parts[0].source,
-                request.is_streamed,
-            )
-            stops = sum(len(work.stops) for works in calibrating for work in works)
-            seconds, time = estimate_time(rates, operations, stops * request.batches, traffic)
+        if rates is not None:
+            seconds, time = estimate_time(rates, operations, steps, traffic)
             plan = replace(plan, rates=rates, time=time)
         scratch = self._scratch(max(len(passes) - 1, 0), learning)
         self._check_space(output, scratch)
-        phases = estimate_phases(
-            self._run_memory(sizes, output, scratch),
-            self._loads(parts, output, planned, schemes, beside, learning),
-            passes,
-            seconds,
-        )
+        memory = self._run_memory(sizes, output, scratch)
+        loads = self._loads(parts, output, planned, schemes, beside, learning)
+        phases = estimate_phases(memory, loads, passes, seconds)
         host = Capacity("main memory", self._base + free_host_memory(), request.host_limit)
         self._notes.extend(shortages(phases, host, self._device))
-        return replace(plan, phases=phases)
+        copied = {one.name: sum(each.nbytes for each in one.tensors.values()) for one in planned}
+
+        def run_of(passes: Passes, ranks: int) -> RankRun:
+            work = divisible_work(
+                passes, self._batches, *work_of(passes), copied, output.written_units
+            )
+            return RankRun(work, *peaks_of_rank(memory, loads, passes, work.share(ranks)))
+
+        return replace(plan, phases=phases, ranks=self._ranks(context, rates, run_of))
+
+    def _operations(
+        self,
+        passes: Passes,
+        rounded: int,
+        beside: Sequence[Cost],
+        learning: Sequence[Sequence[Cost]],
+    ) -> Operations:
+        tokens = self._request.tokens
+        return count_operations(
+            passes,
+            tokens.tokens if tokens else 0,
+            tokens.longest if tokens else 0,
+            rounded=rounded,
+            beside=sum(one.flops for one in beside),
+            learn=sum(one.flops for costs in learning for one in costs),
+        )
+
+    def _rates(self) -> Rates | None:
+        """The rates that were given, or else those of this machine."""
+        request = self._request
+        if isinstance(request.measure, Rates):
+            return request.measure
+        if not request.measure:
+            return None
+        folder = request.output_dir  # or the nearest parent there is, on the same disk
+        while folder is not None and not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
+        return measure_rates(request.device, self._subject.model.dtype, folder)
+
+    def _rounding_seconds(
+        self, planned: Sequence[PlannedModule], schemes: Mapping[int, SchemeCost]
+    ) -> float:
+        """Seconds to round and pack all weights."""
+        rates, elements = self._request.measure, [matrix_elements(one.module) for one in planned]
+        python = _MODULE_SECONDS * len(planned)
+        if isinstance(rates, Rates):  # what was measured here is no measure of that machine
+            visits = ELEMENTWISE * _ROUNDING_VISITS * sum(elements)
+            return visits / rates.float32_products + python
+        costs = (schemes[id(one.scheme)].seconds for one in planned)
+        seconds: float = sum(map(operator.mul, costs, elements))
+        return seconds + python
+
+    def _traffic(
+        self, passes: Passes, sizes: Sizes, parts: Sequence[Part], rounding: float
+    ) -> Traffic:
+        # of Python, independent of sizes
+        calibrating = sum(bool(one.forwards) for one, _ in passes)
+        return Traffic(
+            self._subject.source_bytes * max(len(passes), 1),
+            sizes.weights,
+            rounding + _START_SECONDS + _PASS_SECONDS * calibrating,
+            parts[-1].source + parts[0].source,
+            self._request.is_streamed,
+        )
+
+    # ------------------------------------------------------------------ several ranks
+
+    @property
+    def _batches(self) -> int:
+        """Number of calibration batches, before short ones are joined."""
+        tokens = self._request.tokens
+        return 0 if tokens is None else -(-tokens.samples // self._request.args.batch_size)
+
+    def _ranks(
+        self,
+        context: PassContext,
+        rates: Rates | None,
+        run_of: Callable[[Passes, int], RankRun],
+    ) -> RankPlan | None:
+        """The plan of several ranks; ``None`` for one, and where each would do all of it."""
+        request, layout = self._request, self._request.layout
+        if layout.ranks == 1 or not self._is_shared:
+            return None
+        with self._recording("ranks"):
+            layout.check_batches(self._batches)
+            runs = {}
+            for ranks in layout.counts():
+                passes = plan_passes(request.modifiers, replace(context, ranks=ranks))
+                runs[ranks] = run_of(passes, ranks)
+            return plan_ranks(layout, runs, rates, layout.links(request.device.type))
+        return None
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether several ranks share the work of the run; a note says why not."""
+        why = ""
+        if self._request.tokens is None:
+            why = "nothing of the recipe needs data"
+        elif self._request.pipeline not in BY_BLOCK:
+            why = f"the {self._request.pipeline} pipeline needs all samples in one process"
+        for one in self._request.modifiers:
+            if one.traits.data is not DataUse.NONE and not one.traits.over_ranks:
+                why = f"{type(one).__name__} needs all samples in one process"
+        if why:
+            self._notes.append(f"Several ranks would not share the work: {why}.")
+        return not why
 
     @property
     def _device(self) -> Capacity:
@@ -459,6 +567,7 @@ class _PlanBuilder:
             data,
             longest,
             room,
+            ranks=None if request.layout.ranks == 1 else 1,
         )
 
     def _run_memory(self, sizes: Sizes, output: Output, scratch: int) -> RunMemory:
@@ -481,6 +590,15 @@ class _PlanBuilder:
             hidden=self._widths.hidden,
             limit=min(limits, default=None),
         )
+
+
+def _bytes_by_module(
+    planned: Sequence[PlannedModule], output: Output
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of planned modules in memory, and as stored, by name."""
+    memory = {one.name: sum(each.nbytes for each in one.tensors.values()) for one in planned}
+    places = {one.name: output.places.get(one.name, "") for one in planned}
+    return memory, {name: output.stored_bytes.get(place, 0) for name, place in places.items()}
 
 
 def _without_overridden(

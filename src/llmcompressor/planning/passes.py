@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.nn import Module
 
@@ -42,6 +43,9 @@ class PassContext:
         data: the calibration data.
         longest: tokens of the longest batch.
         room: bytes that ``max_memory`` leaves for activations; ``None`` without a limit.
+        ranks: number of ranks that share the tokens; with several, the share of each group of a
+            stop is found too.
+        known: works that were found before, also for other numbers of ranks.
     """
 
     state: State
@@ -54,6 +58,8 @@ class PassContext:
     data: DataSize
     longest: int
     room: int | None
+    ranks: int | None = None
+    known: dict[tuple[Any, ...], list[BlockWork]] = field(default_factory=dict)
 
     @property
     def budget(self) -> int:
@@ -69,9 +75,12 @@ class PassContext:
         level: Granularity | None,
     ) -> list[BlockWork]:
         """Return the work of each part in a pass of ``modifiers``."""
-        every = self.args.moe_calibrate_all_experts
-        work = BlockWorks(self.widths, modifiers, owners, level, self.data, every)
-        return [work(part) for part in self.parts]
+        key = (*map(id, modifiers), level)
+        if key not in self.known:
+            every, by_group = self.args.moe_calibrate_all_experts, self.ranks is not None
+            work = BlockWorks(self.widths, modifiers, owners, level, self.data, every, by_group)
+            self.known[key] = [work(part) for part in self.parts]
+        return self.known[key]
 
 
 def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> Passes:
@@ -130,7 +139,7 @@ def _sequential(
         list(owners),
         finest=Granularity.BLOCK if at_blocks else finest,
         forced=_forced(pipeline, modifiers, context, owners),
-        tokens=context.data.tokens,
+        tokens=-(-context.data.tokens // (context.ranks or 1)),
         streams=streams,
         budget=context.budget,
     )

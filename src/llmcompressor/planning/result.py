@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any, Literal
@@ -229,6 +229,90 @@ class PassPlan:
 
 
 @dataclass(frozen=True)
+class Links:
+    """Speed of the connections between ranks in bytes per second, each way.
+
+    Attributes:
+        within: of a rank to the others of its node.
+        between: of a node to the others.
+    """
+
+    within: float
+    between: float
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """Work and traffic of one rank.
+
+    Attributes:
+        batches: number of calibration batches that it runs.
+        forward: multiply-adds of their forwards and statistics.
+        solving: multiply-adds of solving what it owns.
+        written: bytes of the output that it writes.
+        reduce_sent: bytes of statistics to the owners.
+        reduce_received: bytes of statistics of what it owns.
+        broadcast_sent: bytes of solved tensors to the ranks below it in the trees.
+        broadcast_received: bytes of what others have solved.
+    """
+
+    rank: int
+    batches: int
+    forward: int
+    solving: int
+    written: int
+    reduce_sent: int
+    reduce_received: int
+    broadcast_sent: int
+    broadcast_received: int
+
+
+@dataclass(frozen=True)
+class RankCount:
+    """The run on a number of ranks.
+
+    Attributes:
+        host: peak bytes in main memory of one rank.
+        device: peak bytes on its accelerator, 0 without one.
+        sent: bytes that a rank sends at most.
+        received: bytes that a rank receives at most.
+        seconds: estimated time by phase; empty if not measured.
+        time: their sum; ``None`` if not measured.
+        speedup: how many times faster than one rank.
+    """
+
+    ranks: int
+    nodes: int
+    host: int
+    device: int
+    sent: int
+    received: int
+    seconds: Mapping[str, float]
+    time: float | None
+    speedup: float | None
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The run on several ranks.
+
+    Attributes:
+        links: between the ranks.
+        loads: of each rank.
+        counts: the run on 1, 2, 4 and so on of the ranks, and last on all of them.
+        pays_to: the first number of ranks that the double number is not 10 % faster than; ``None``
+            if there is none, or if no time is estimated.
+    """
+
+    ranks: int
+    nodes: int
+    links: Links
+    loads: Sequence[RankLoad]
+    counts: Sequence[RankCount]
+    pays_to: int | None
+
+
+@dataclass(frozen=True)
 class Problem:
     """An error that the run would raise: at a modifier or an argument, of a class."""
 
@@ -274,7 +358,8 @@ class Plan:
         phases: memory, disk and time by phase.
         operations: number of multiply-adds.
         rates: measured speed of this machine.
-        time: estimated time of the run.
+        time: estimated time of the run, by one rank.
+        ranks: the run on several ranks; ``None`` for one.
         notes: further remarks.
     """
 
@@ -298,6 +383,7 @@ class Plan:
     operations: Operations = Operations()
     rates: Rates | None = None
     time: Estimate | None = None
+    ranks: RankPlan | None = None
     notes: Sequence[str] = ()
 
     @property
@@ -368,6 +454,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     _print_bytes(plan, console)
     _print_run(plan, console)
     _print_phases(plan, console)
+    if plan.ranks is not None:
+        _print_ranks(plan.ranks, console)
     _print(console, *(f"Note: {note}" for note in plan.notes))
     _print_serving(plan, console)
     counts = Counter(one.severity for one in plan.serving)
@@ -483,13 +571,71 @@ def _print_phases(plan: Plan, console: Console) -> None:
         del cells["Device"]
     if plan.time is None:
         del cells["Waited for"]
-    table = _table("What it needs, at most", *cells)
-    for row in zip(*cells.values(), strict=True):
-        table.add_row(*row)
-    console.print(table)
+    _print_columns("What it needs, at most", cells, console, left=(0,))
     if plan.time is not None:
         about, low, high = map(_time, (plan.time.seconds, plan.time.low, plan.time.high))
         _print(console, f"Time on this machine: about {about} ({low} to {high}).")
+
+
+def _print_ranks(plan: RankPlan, console: Console) -> None:
+    counts = plan.counts
+    numbers = {"Ranks": [str(one.ranks) for one in counts]}
+    cells = numbers | {
+        "Nodes": [str(one.nodes) for one in counts],
+        "Memory": [format_bytes(one.host) for one in counts],
+        "Device": [format_bytes(one.device) for one in counts],
+        "Sent": [format_bytes(one.sent) for one in counts],
+        "Received": [format_bytes(one.received) for one in counts],
+    }
+    if not any(one.device for one in counts):
+        del cells["Device"]
+    _print_columns("On several ranks, each of them at most", cells, console)
+    if counts[0].time is not None:
+        phases = {
+            name.capitalize(): [_time(one.seconds.get(name, 0.0)) for one in counts]
+            for name in counts[-1].seconds
+        }
+        whole = [_time(one.time or 0.0) for one in counts]
+        faster = [f"{one.speedup or 0.0:.2f}" for one in counts]
+        cells = {**numbers, **phases, "Together": whole, "Times faster": faster}
+        _print_columns("Time of several ranks", cells, console)
+    _print_loads(plan, console)
+    within, between = plan.links.within / 1e9, plan.links.between / 1e9
+    lines = [
+        f"Links: {within:g} GB/s within a node, {between:g} GB/s between nodes. Each rank is taken "
+        "to be as fast as this process."
+    ]
+    if plan.pays_to is not None:
+        lines.append(f"Twice {plan.pays_to} ranks gain less than 10 %.")
+    _print(console, *lines)
+
+
+def _print_columns(
+    title: str, cells: Mapping[str, Sequence[str]], console: Console, *, left: Collection[int] = ()
+) -> None:
+    table = _table(title, *cells, left=left)
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
+    console.print(table)
+
+
+def _print_loads(plan: RankPlan, console: Console) -> None:
+    """Print the least and the most that a rank does and moves."""
+    table = _table(f"Shares of {plan.ranks} ranks", "", "Least", "Most")
+
+    def add(name: str, values: Sequence[int], written: Callable[[int], str]) -> None:
+        table.add_row(name, written(min(values)), written(max(values)))
+
+    loads = plan.loads
+    add("calibration batches", [one.batches for one in loads], str)
+    add("multiply-adds of forwards and statistics", [one.forward for one in loads], _count)
+    add("multiply-adds of solving", [one.solving for one in loads], _count)
+    add("bytes written", [one.written for one in loads], format_bytes)
+    add("statistics sent", [one.reduce_sent for one in loads], format_bytes)
+    add("statistics received", [one.reduce_received for one in loads], format_bytes)
+    add("solved tensors sent", [one.broadcast_sent for one in loads], format_bytes)
+    add("solved tensors received", [one.broadcast_received for one in loads], format_bytes)
+    console.print(table)
 
 
 def _print_serving(plan: Plan, console: Console) -> None:

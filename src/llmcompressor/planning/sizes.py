@@ -59,6 +59,16 @@ class Output:
             sizes[owner] = sizes.get(owner, 0) + place.nbytes
         return sizes
 
+    @cached_property
+    def written_units(self) -> Mapping[str, int]:
+        """Bytes of what is packed and written at once: a quantized module, or another tensor."""
+        places, sizes = frozenset(self.places.values()), dict[str, int]()
+        for stored in self.prediction.stored:
+            owner = stored.name.rpartition(".")[0]
+            unit = owner if owner in places else stored.name
+            sizes[unit] = sizes.get(unit, 0) + stored.nbytes
+        return sizes
+
     def by_scheme(self, planned: Sequence[PlannedModule]) -> list[SchemeBytes]:
         """Return the bytes before and after, by scheme."""
         stored = self.stored_bytes

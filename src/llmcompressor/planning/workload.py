@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,6 +66,21 @@ def read_widths(config: Any) -> Widths:
     return Widths(heads * width, min(share, 1.0), hidden)
 
 
+@dataclass(frozen=True)
+class GroupShare:
+    """What one group of modules adds to a stop: the rank that owns it solves it alone.
+
+    Attributes:
+        names: of the modules.
+        solving: multiply-adds that do not grow with the data.
+        summed: bytes of its statistics, as a rank sends them to the owner.
+    """
+
+    names: Sequence[str]
+    solving: int
+    summed: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stop:
     """Modules that are calibrated and solved while forwards wait at one place.
@@ -73,11 +89,13 @@ class Stop:
         groups: the modules, those that share an input together.
         cost: of all modifiers that calibrate them.
         data_on_host: kept data lies in main memory, however much room an accelerator has.
+        shares: of each group; empty unless they were asked for.
     """
 
     groups: Sequence[Sequence[Module]] = ()
     cost: Cost = field(default_factory=Cost)
     data_on_host: bool = False
+    shares: Sequence[GroupShare] = ()
 
     @property
     def columns(self) -> int:
@@ -152,6 +170,7 @@ class BlockWorks:
         level: where forwards are paused; ``None`` if all modules are calibrated at once.
         data: the calibration data.
         every_expert: experts are calibrated with all tokens.
+        by_group: also find the share of each group of a stop.
     """
 
     widths: Widths
@@ -160,6 +179,7 @@ class BlockWorks:
     level: Granularity | None
     data: DataSize
     every_expert: bool = False
+    by_group: bool = False
 
     @property
     def seen(self) -> float:
@@ -228,29 +248,52 @@ class BlockWorks:
         }
 
     def _stop(self, groups: Sequence[Sequence[str]], own: Mapping[str, Module]) -> Stop:
-        cost, on_host = Cost(), False
-        for position, modifier in enumerate(self.modifiers):
-            mine = [
-                [own[name] for name in group if position in self.owners[own[name]]]
-                for group in groups
+        cost, solving, summed = Cost(), Counter[int](), Counter[int]()
+        for place, modifier, members, data in self._solved(groups, own):
+            found = modifier.cost(members, data)
+            cost += found
+            if self.by_group:
+                solving[place] += modifier.cost(members, replace(data, tokens=0)).flops
+                summed[place] += found.summed_bytes
+        inside = {
+            position for group in groups for name in group for position in self.owners[own[name]]
+        }
+        places = [one for at in inside for one in self.modifiers[at].traits.devices.values()]
+        return Stop(
+            groups=[[own[name] for name in group] for group in groups],
+            cost=cost,
+            data_on_host=any(str(one).startswith("cpu") for one in places),
+            shares=[
+                GroupShare(tuple(group), solving[place], summed[place])
+                for place, group in enumerate(groups)
             ]
-            mine = [group for group in mine if group]
-            if not mine:
+            if self.by_group
+            else (),
+        )
+
+    def _solved(
+        self, groups: Sequence[Sequence[str]], own: Mapping[str, Module]
+    ) -> Iterator[tuple[int, Modifier, list[Module], DataSize]]:
+        """Yield what each modifier solves at once: the place of its group, modules and data.
+
+        What is solved for a whole block at once is at the first place.
+        """
+        names = {own[name]: name for group in groups for name in group}
+        for position, modifier in enumerate(self.modifiers):
+            chosen = [
+                (place, [own[name] for name in group if position in self.owners[own[name]]])
+                for place, group in enumerate(groups)
+            ]
+            mine = {place: group for place, group in chosen if group}
+            if mine and modifier.traits.whole_blocks:
+                yield 0, modifier, [one for group in mine.values() for one in group], self.data
                 continue
-            places = modifier.traits.devices.values()
-            on_host = on_host or any(str(one).startswith("cpu") for one in places)
-            if modifier.traits.whole_blocks:
-                cost += modifier.cost([one for group in mine for one in group], self.data)
-                continue
-            alike = Counter(map(_shapes, mine))
-            names = {own[name]: name for group in groups for name in group}
-            for group in mine:
+            alike = Counter(map(_shapes, mine.values()))
+            for place, group in mine.items():
                 share = self.seen if is_expert(names[group[0]]) else 1.0
                 tokens = int(self.data.tokens * share)
                 data = replace(self.data, tokens=tokens, alike=alike[_shapes(group)])
-                cost += modifier.cost(group, data)
-        modules = [[own[name] for name in group] for group in groups]
-        return Stop(groups=modules, cost=cost, data_on_host=on_host)
+                yield place, modifier, group, data
 
 
 def _shapes(modules: Sequence[Module]) -> tuple[Any, ...]:
@@ -386,7 +429,11 @@ def count_operations(
 
 
 def estimate_time(
-    rates: Rates, operations: Operations, steps: int, traffic: Traffic
+    rates: Rates,
+    operations: Operations,
+    steps: int,
+    traffic: Traffic,
+    travelling: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[dict[str, float], Estimate]:
     """Estimate the seconds of each phase, and their total with its range.
 
@@ -395,18 +442,19 @@ def estimate_time(
         operations: result of :func:`count_operations`.
         steps: number of batches at all stops.
         traffic: disk traffic and overhead.
+        travelling: seconds of further phases, between solving and learning: bytes between ranks.
     """
     calibrate = operations.forward / rates.model_products + steps * _STEP_SECONDS
     solve = operations.solve / rates.float32_products
     learn = operations.learn / rates.model_products
     reading, writing = traffic.read / rates.disk_read, traffic.written / rates.disk_write
     if traffic.is_streamed:
-        computing = calibrate + solve + learn + traffic.rounding
+        computing = calibrate + solve + learn + traffic.rounding + sum(travelling.values())
         first = traffic.first / rates.disk_read
         reading = first + max(reading - first - computing, 0.0)
         writing = max(writing - computing, 0.0)
     seconds = {"load": reading, "calibrate": calibrate, "solve": solve}
-    seconds |= {"learn": learn, "save": traffic.rounding + writing}
+    seconds |= {**travelling, "learn": learn, "save": traffic.rounding + writing}
     whole, doubt = sum(seconds.values()), _DOUBT * rates.spread
     return seconds, Estimate(whole, whole / doubt, whole * doubt)
 

@@ -255,9 +255,11 @@ class QuantizationMixin(Modifier):
             for one in modules
             if one in self._schemes and needs_input_importance(self._schemes[one].weights)
         ]
+        squares = _FLOAT * max(weighing, default=0)  # of the inputs' columns
         return Cost(
             flops=ELEMENTWISE * data.tokens * self.watched_values(modules),
-            held_bytes=_FLOAT * max(weighing, default=0),  # squares of the inputs' columns
+            held_bytes=squares,
+            summed_bytes=squares,
         )
 
     def watched_values(self, modules: Sequence[Module]) -> int:

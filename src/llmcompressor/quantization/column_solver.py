@@ -28,6 +28,7 @@ from llmcompressor.numerics.gptq import (
     ridge_for_tokens,
     sweep_and_refine,
 )
+from llmcompressor.numerics.gram import triangle_bytes
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import dead_columns
 from llmcompressor.observers.input_statistics import prefers_output_residual
@@ -381,12 +382,12 @@ def gptq_cost(
     rows, itemsize, square = elements // columns, weights[0].element_size(), columns**2
     solve = square * columns // 3 + elements * columns // 2
     solve += refinements * elements * columns
-    cross = compared = 0
+    cross = compared = summed = 0
     if twin and answered and prefers_output_residual(rows, columns, weights[0].dtype):
-        cross, compared = 2 * elements, (_FLOAT + itemsize) * elements
+        cross, compared, summed = 2 * elements, (_FLOAT + itemsize) * elements, _FLOAT * elements
         solve += square * columns // 3 + elements * columns
     elif twin:
-        cross, compared = square, _FLOAT * square
+        cross, compared, summed = square, _FLOAT * square, _FLOAT * square
         solve += square * columns // 3 + 2 * elements * columns
     buffered = data.buffered * columns * itemsize
     panel = min(columns, PANEL)
@@ -404,4 +405,5 @@ def gptq_cost(
         flops=data.tokens * (square * 36 // 64 + cross) + solve + ELEMENTWISE * visits,
         held_bytes=_FLOAT * square + compared + (1 + twin) * buffered,
         peak_bytes=min(data.alike, batch or max(1, BATCH_ELEMENTS // square)) * largest,
+        summed_bytes=triangle_bytes(columns) + summed,
     )

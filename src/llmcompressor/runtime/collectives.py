@@ -313,7 +313,7 @@ class Ranks:
             lambda: distributed.broadcast(message, src=owner, group=group, async_op=True),
             what,
         )
-        children = _children((self.rank - owner) % self.count, self.count)
+        children = tree_children((self.rank - owner) % self.count, self.count)
         self._count(children * len(message), len(message) if self.rank != owner else 0)
 
     def _copy(self, owner: int, tensors: list[Tensor], device: torch.device, what: str) -> None:
@@ -598,8 +598,12 @@ def _check_form(tensor: Tensor, what: str, *, symmetric: bool) -> None:
         raise ValueError(f"{what} has the shape {tuple(tensor.shape)}: no symmetric matrix.")
 
 
-def _children(place: int, count: int) -> int:
-    """How many ranks get a message from the one at this place of a binomial tree."""
+def tree_children(place: int, count: int) -> int:
+    """Number of ranks to which the one at this place of a binomial tree sends a message.
+
+    >>> [tree_children(place, 4) for place in range(4)]
+    [2, 1, 0, 0]
+    """
     bits = range(place.bit_length(), (count - 1).bit_length())
     return sum(place + (1 << bit) < count for bit in bits)
 

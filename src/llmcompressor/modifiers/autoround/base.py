@@ -211,7 +211,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         elements = sum(one.numel() for one in weights.values())
         widths = sum(sum(one.shape) for one in weights.values())
         itemsize = max(one.element_size() for one in weights.values())
-        per_weight, alone, shown = _TUNED[data.on_device], 0, 0
+        per_weight, alone, shown, summed = _TUNED[data.on_device], 0, 0, 0
         flops = (3 * _STEP_TOKENS + 16 * ELEMENTWISE) * self.iters * elements
         if self._initializes_with_gptq(data.real, max(self._widest.get(one, 0) for one in weights)):
             every = [
@@ -221,6 +221,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             per_weight += _SOLVED
             alone = max(one.held_bytes + one.peak_bytes for one in every)
             flops += data.tokens * _RUNS * elements + sum(one.flops for one in every)
+            summed = sum(one.summed_bytes for one in every)
             kinds = {
                 (one.shape[-1], self._experts[module])
                 for module, one in weights.items()
@@ -232,7 +233,10 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             per_weight += _SUMMED[data.on_device]
         running = int(data.batch * _SAVED * itemsize * widths)
         return super().cost(modules, data) + Cost(
-            flops=flops, held_bytes=shown, peak_bytes=max(alone, per_weight * elements + running)
+            flops=flops,
+            held_bytes=shown,
+            peak_bytes=max(alone, per_weight * elements + running),
+            summed_bytes=summed,
         )
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:

@@ -30,6 +30,7 @@ from llmcompressor.modeling.offload import TensorStore, device_activation_budget
 from llmcompressor.moe.linear_experts import LinearExperts
 from llmcompressor.numerics.awq import CLIP_ATTEMPTS, CLIPPED_ROWS, ErrorOf, Round
 from llmcompressor.numerics.cholesky import WIDTH
+from llmcompressor.numerics.gram import triangle_bytes
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.schemes.attention import updates_kv_cache
 
@@ -242,6 +243,7 @@ def awq_cost(
     moments = Cost(
         flops=data.tokens * columns**2 * 36 // 64,
         held_bytes=_FLOAT * columns**2 + data.buffered * columns * itemsize,
+        summed_bytes=triangle_bytes(columns) + _FLOAT * columns,
     )
     elements = sum(weight.numel() for weight in weights)
     if weights:

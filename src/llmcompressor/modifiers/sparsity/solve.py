@@ -17,6 +17,7 @@ from llmcompressor.numerics.batching import (
 )
 from llmcompressor.numerics.column_sweep import stack_float32_rows
 from llmcompressor.numerics.gptq import corrected_weight, ridge_for_tokens
+from llmcompressor.numerics.gram import triangle_bytes
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
     factorize_with_rising_dampening,
@@ -234,6 +235,7 @@ def sparsegpt_cost(
         flops=data.tokens * square * (36 + 64 * twin) // 64 + solve + ELEMENTWISE * visits,
         held_bytes=streams * (_FLOAT * square + data.buffered * columns * itemsize),
         peak_bytes=min(data.alike, max(1, BATCH_ELEMENTS // square)) * workspace,
+        summed_bytes=triangle_bytes(columns) + twin * _FLOAT * square,
     )
 
 

@@ -84,5 +84,6 @@ class WandaPruningModifier(OneShotPruningModifier):
         return Cost(
             flops=data.tokens * columns + ELEMENTWISE * _VISITS * elements,
             held_bytes=4 * columns,
+            summed_bytes=4 * columns,
             peak_bytes=13 * max((rows * width for rows, width in shapes), default=0),
         )
