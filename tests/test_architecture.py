@@ -77,7 +77,17 @@ MACHINE_PATH = re.compile(r"/(?:home|work|root|Users|opt/envs)/\w|[A-Z]:\\\\User
 
 
 # A unit test lies in the folder of what it tests; an integration test is a part of a story.
-STORIES = {"examples", "oneshot", "resume", "train", "model_free", "moe", "rotations", "verify"}
+STORIES = {
+    "examples",
+    "oneshot",
+    "ranks",
+    "resume",
+    "train",
+    "model_free",
+    "moe",
+    "rotations",
+    "verify",
+}
 TEST_FOLDERS = {"unit", "integration", "docs", "device", "support"}
 
 

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from enum import Flag, StrEnum, auto
+from enum import Enum, Flag, StrEnum, auto
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -97,6 +97,22 @@ class DataUse(StrEnum):
         return self in (DataUse.STREAM, DataUse.SURVEY_FIRST)
 
 
+class Solving(Enum):
+    """Rank that works on a module when all samples have reached it, where ranks share a run.
+
+    Attributes:
+        ALONE: none: each process needs all samples, and does all of the work.
+        OWNER: the owner of the module, with what :meth:`.Modifier.sum_collected` has added there.
+            The others get its weights.
+        ALL: all ranks, with sums that all of them have. They may share the search for a value, and
+            end with the same one.
+    """
+
+    ALONE = auto()
+    OWNER = auto()
+    ALL = auto()
+
+
 class Edits(Flag):
     """Consequences of a modifier's changes for other modifiers and for the rest of its pass.
 
@@ -136,9 +152,9 @@ class Traits:
         by_block: :meth:`.Modifier.finish` completes single blocks; others need not be loaded.
         observing_steps: optimizer steps of a training that it only observes, from its start on.
         unservable: its fields explicitly request an output that no server loads.
-        over_ranks: each of several ranks may run a part of the samples:
+        over_ranks: who works on a module where each of several ranks runs a part of the samples;
             :meth:`.Modifier.sum_collected` and :meth:`.Modifier.sum_observed` add what all have
-            collected, and one rank alone compresses a module.
+            collected.
         devices: field → the device that it names, which the machine has to have.
         files: field → the file that it names, which is written in addition to the output.
     """
@@ -154,7 +170,7 @@ class Traits:
     by_block: bool = False
     observing_steps: int = 0
     unservable: bool = False
-    over_ranks: bool = False
+    over_ranks: Solving = Solving.ALONE
     devices: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
 

@@ -30,6 +30,7 @@ from llmcompressor.core.contract import (
     Prediction,
     RecipeRules,
     Selection,
+    Solving,
     Traits,
 )
 from llmcompressor.core.earlier_declarations import (
@@ -363,7 +364,7 @@ class Modifier(HooksMixin):
             state: state of the run.
             ranks: the ranks of the run.
             modules: those of a stop.
-            owner_of: the rank that compresses a module, which alone needs the sums.
+            owner_of: the rank that compresses a module, and alone needs the sums, unless all do.
         """
 
     def sum_observed(self, state: State, ranks: Ranks, modules: Sequence[Module]) -> None:
@@ -625,7 +626,11 @@ class Modifier(HooksMixin):
             self.on_calibration_start(state, event, **kwargs)
             self._enter(Phase.STARTED)
         elif event.type_ is EventType.SEQUENTIAL_EPOCH_END:
-            self.on_sequential_epoch_end(state, event, **{"modules": [], **kwargs})
+            given = {"modules": [], **kwargs}
+            own = given.pop("own", given["modules"])
+            if self.traits.over_ranks is not Solving.ALL:
+                given["modules"] = own
+            self.on_sequential_epoch_end(state, event, **given)
         elif event.type_ is EventType.CALIBRATION_EPOCH_END:
             self.on_calibration_end(state, event, **kwargs)
             self._enter(Phase.ENDED)

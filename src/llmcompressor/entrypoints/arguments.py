@@ -558,6 +558,12 @@ class Job(Task):
         self._warn_of_schedules()
         self._warn_without_effect()
 
+    @cached_property
+    def moment(self) -> datetime:
+        """The moment at which the run began in the first process."""
+        begun: datetime = self.processes.all_gather("moment", super().moment)[0]
+        return begun
+
     # ------------------------------------------------------------------ checks, before anything
 
     def _read_recipe(self) -> Recipe:

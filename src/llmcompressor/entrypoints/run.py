@@ -49,7 +49,7 @@ from llmcompressor.checkpoint.source import (
     tell_remarks,
 )
 from llmcompressor.core.block_source import BlockSource
-from llmcompressor.core.contract import DataSize, DataUse, Prediction
+from llmcompressor.core.contract import DataSize, DataUse, Prediction, Solving
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets.source import Source
 from llmcompressor.datasets.text import rendered_at
@@ -597,7 +597,8 @@ def shares_of(ranks: Ranks) -> list[dict[str, int]]:
 
 
 def _is_shareable(modifier: Modifier) -> bool:
-    return modifier.traits.over_ranks or modifier.traits.data is DataUse.NONE
+    traits = modifier.traits
+    return traits.over_ranks is not Solving.ALONE or traits.data is DataUse.NONE
 
 
 class _Run:

@@ -306,7 +306,8 @@ class InputCollector(Generic[Statistics]):
         Args:
             ranks: the ranks of the run; all call it with the same modules in the same order.
             modules: the modules.
-            owner_of: the rank that gets the sums of a leader; ``None``: all do.
+            owner_of: the rank that gets the sums of a leader, and alone keeps any; ``None``: all
+                do.
         """
         if ranks.count == 1:
             return
@@ -321,7 +322,10 @@ class InputCollector(Generic[Statistics]):
                 weight = next(leader.parameters())
                 found = self._create(leader, weight.new_empty(0, columns), bool(twin))
                 self._found[leader] = found
-            found.sum_over(ranks, owner_of(leader))
+            owner = owner_of(leader)
+            found.sum_over(ranks, owner)
+            if owner not in (None, ranks.rank):
+                del self._found[leader]
 
     def hook(
         self,

@@ -100,7 +100,7 @@ class BlockLoader:
     def begin(self) -> None:
         """Finish modules outside of blocks with the modifiers that work before calibration."""
         if not self._source.rest_is_finished:
-            self._finish(self._early, self.others())
+            self._finish_early(self.others())
 
     def enter(self, name: str) -> None:
         """Load a block unless it is loaded."""
@@ -110,7 +110,7 @@ class BlockLoader:
         self._visited.add(name)
         with phase(READING):
             self._source.enter(name)
-        self._finish(self._early, self.modules_of(name))
+        self._finish_early(self.modules_of(name))
 
     def enter_block_of(self, module: Module) -> None:
         """Load the block that contains a module, if any does."""
@@ -139,10 +139,12 @@ class BlockLoader:
         """Finish the modules that this rank owns, and take over those of other ranks."""
         rounds = self._source.rounds
         self.work.sum_observed(modules)
-        self._finish(self._modifiers, self.work.own(modules), written=rounds)
-        if self.work.ranks.count > 1:
-            self._adopt(self.work.others(modules))
-            self.work.copy_finished(modules, name, rounds=rounds)
+        for modifier in self._modifiers:
+            solved = self.work.solved_here(modifier, modules)
+            modifier.finish(self._state, solved, written=rounds)
+            if len(solved) < len(modules):
+                modifier.adopt(self._state, self.work.others(modules))
+        self.work.copy_finished(modules, name, rounds=rounds)
 
     def finish_unvisited(self) -> None:
         """Finish the blocks that no pass has entered.
@@ -163,11 +165,9 @@ class BlockLoader:
         for modifier in self._modifiers:
             modifier.adopt(self._state, modules)
 
-    def _finish(
-        self, modifiers: Sequence[Modifier], modules: Sequence[Module], *, written: bool = False
-    ) -> None:
-        for modifier in modifiers:
-            modifier.finish(self._state, modules, written=written)
+    def _finish_early(self, modules: Sequence[Module]) -> None:
+        for modifier in self._early:
+            modifier.finish(self._state, modules)
 
     @property
     def unfinished(self) -> list[str]:

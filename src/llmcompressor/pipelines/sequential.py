@@ -355,7 +355,7 @@ class _SequentialRun:
     def compress(self, modules: Sequence[Module], name: str) -> None:
         """Compress modules that have seen all samples: each rank its own, and all get them."""
         self.work.sum_collected(modules)
-        LifecycleCallbacks.sequential_epoch_end(self.work.own(modules))
+        LifecycleCallbacks.sequential_epoch_end(modules, own=self.work.own(modules))
         self.work.copy_compressed(modules, name)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from llmcompressor.core.contract import DataSize, Edits
+from llmcompressor.core.contract import DataSize, Edits, Solving
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.runtime.collectives import Ranks
@@ -51,10 +51,10 @@ class SharedWork:
         self._costs: dict[Module, int] = {}
         """Of the groups of this rank, by the first module."""
         self._is_shared = self.ranks.count > 1
-        self._changes_at_stops = any(
-            Edits.AT_ONCE in one.traits.edits for one in modifiers if one.traits.needs_data
-        )
-        self._changes_later = any(not one.traits.needs_data for one in modifiers)
+        by_owner = [one for one in modifiers if one.traits.over_ranks is not Solving.ALL]
+        at_stops = [one.traits.needs_data and Edits.AT_ONCE in one.traits.edits for one in by_owner]
+        self._changes_at_stops = any(at_stops)
+        self._changes_later = not all(at_stops)
 
     def assign(self, groups: Iterable[tuple[str, Sequence[Module]]]) -> None:
         """Give each group, the most costly first, to the rank with the least to do.
@@ -91,6 +91,11 @@ class SharedWork:
     def own(self, modules: Iterable[Module]) -> tuple[Module, ...]:
         """Those of ``modules`` that this rank compresses."""
         return tuple(one for one in modules if self.owner_of(one) == self.ranks.rank)
+
+    def solved_here(self, modifier: Modifier, modules: Sequence[Module]) -> Sequence[Module]:
+        """Those of ``modules`` that a modifier works on in this rank."""
+        is_for_all = modifier.traits.over_ranks is Solving.ALL
+        return modules if is_for_all else self.own(modules)
 
     def others(self, modules: Iterable[Module]) -> tuple[Module, ...]:
         """Those of ``modules`` that other ranks compress."""
@@ -151,7 +156,7 @@ class SharedWork:
             return
         sent = [one for one in modules if one in self._owners or hasattr(one, _STATUS)]
         self._copy_statuses(sent, f"states of {name}")
-        is_there = rounds or (self._changes_at_stops and not self._changes_later)
+        is_there = rounds or not self._changes_later
         self._copy(sent, f"parameters of {name}", but=_CHANGED_AT_STOPS if is_there else ())
 
     def _copy_statuses(self, modules: Sequence[Module], what: str) -> None:

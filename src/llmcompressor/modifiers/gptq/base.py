@@ -26,6 +26,7 @@ from llmcompressor.core.contract import (
     DampeningFraction,
     DataSize,
     RecipeRules,
+    Solving,
     Traits,
 )
 from llmcompressor.core.events import Event
@@ -154,7 +155,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             super().traits,
             joins=frozenset({"OneShotPruningModifier"}),
             twin=self._is_asymmetric(),
-            over_ranks=True,
+            over_ranks=Solving.OWNER,
         )
 
     def _needs_data(self) -> bool:
@@ -252,10 +253,8 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         modules: Sequence[Module],
         owner_of: Callable[[Module], int],
     ) -> None:
-        """Sum second moments at the owners; the other ranks drop theirs."""
-        solved = [module for module in modules if self._is_solved(module)]
-        self._inputs.sum_over(ranks, solved, owner_of)
-        self._inputs.drop(one for one in solved if owner_of(one) != ranks.rank)
+        """Sum second moments at the owners."""
+        self._inputs.sum_over(ranks, filter(self._is_solved, modules), owner_of)
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Solve Linears, those that share an input together; round embeddings to nearest."""

@@ -20,7 +20,7 @@ from pydantic import PrivateAttr
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from llmcompressor.core.contract import Edits, RecipeRules, Traits
+from llmcompressor.core.contract import Edits, RecipeRules, Solving, Traits
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError
@@ -96,7 +96,7 @@ class QuantizationModifier(TrainableMixin):
     @property
     def traits(self) -> Traits:
         """Everything is measured on the original model."""
-        return replace(super().traits, edits=Edits.NONE, over_ranks=True)
+        return replace(super().traits, edits=Edits.NONE, over_ranks=Solving.OWNER)
 
     def sum_collected(
         self,

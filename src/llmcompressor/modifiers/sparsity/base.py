@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
@@ -22,12 +22,13 @@ from llmcompressor.core.contract import (
     Granularity,
     RecipeRules,
     Selection,
+    Solving,
     Traits,
 )
 from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import Modifier, RecordedMixin
 from llmcompressor.core.state import State
-from llmcompressor.errors import RecipeError
+from llmcompressor.errors import NonFiniteError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modifiers.sparsity.targets import (
@@ -40,13 +41,58 @@ from llmcompressor.modifiers.sparsity.targets import (
     matrix_of,
     write_matrix,
 )
+from llmcompressor.numerics.gram import add_column_squares
 from llmcompressor.numerics.masks import NofM, parse_structure
 from llmcompressor.numerics.wanda import wanda_prune
 from llmcompressor.observers.input_statistics import InputCollector, warn_of_dead_columns
+from llmcompressor.runtime.collectives import Ranks
 
 _STORED = "the zeros are stored like other weights: no reader has a sparse format for them"
 _ANYWHERE = ("0:0", "unstructured")
 _ROUNDING = 1e-9
+
+
+class ColumnSquares:
+    """Sums of squares of a module's input columns.
+
+    Args:
+        columns: C, the number of input features.
+        device: device of the sums.
+        name: name of the module, for errors.
+
+    Attributes:
+        tokens: number of tokens accumulated.
+        columns: C, the number of input features.
+    """
+
+    def __init__(self, columns: int, device: torch.device, name: str) -> None:
+        self.tokens, self.columns = 0, columns
+        self._name = name
+        self._squares_C = torch.zeros(columns, device=device)
+
+    def update(self, tokens_TC: Tensor, reference_TC: Tensor | None = None) -> None:
+        """Accumulate the tokens of one batch, ``[T, C]``."""
+        self.tokens += len(tokens_TC)
+        add_column_squares(self._squares_C, tokens_TC)
+
+    def sum_over(self, ranks: Ranks, owner: int | None = None) -> None:
+        """Add what all ranks have accumulated, on all of them; see :class:`.InputStatistics`."""
+        what = f"squares of the inputs of {self._name}"
+        self._squares_C = ranks.sum_all(self._squares_C, what=what)
+        self.tokens = int(ranks.sum_all(torch.tensor(self.tokens), what=what))
+
+    def mean_square(self) -> Tensor:
+        """Mean square of each input column, float32 ``[C]``.
+
+        Raises:
+            NonFiniteError: the activations hold NaN or infinity.
+        """
+        if not bool(torch.isfinite(self._squares_C).all()):
+            raise NonFiniteError(
+                f"The activations that go into {self._name} hold NaN or infinity. Look for a bad "
+                "weight upstream, or load the model with precision='float32'."
+            )
+        return self._squares_C / self.tokens
 
 
 @dataclass(frozen=True)
@@ -182,7 +228,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     def traits(self) -> Traits:
         """The importance of a weight depends on its inputs, which are complete with its block.
 
-        A profile needs all layers before the first is pruned.
+        A profile needs all layers before the first is pruned, and all ranks have it.
         """
         surveys = self.sparsity_profile is not None
         return Traits(
@@ -190,6 +236,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
             granularity=Granularity.LINEAR,
             edits=Edits.OPEN if self._is_surveying else Edits.OPEN | Edits.AT_ONCE,
             by_block=True,
+            over_ranks=Solving.ALL if self._is_surveying else Solving.OWNER,
         )
 
     def select(self, state: State) -> Selection:
@@ -232,7 +279,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Collect statistics, once for all modules that share an input."""
         self._inputs = InputCollector(
-            self.new_statistics,
+            self._new_column_squares if self._is_surveying else self.new_statistics,
             lambda module: module in self._layers.names and has_row_tokens(module),
             state.calibration.call_order,
             matrix_inputs,
@@ -243,12 +290,30 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         for leader in self._inputs.leaders(solved):
             self.register_hook(leader, hook, "forward_pre", with_kwargs=True)
 
+    def _new_column_squares(self, module: Module, input_TC: Tensor, twin: bool) -> ColumnSquares:
+        return ColumnSquares(input_TC.shape[-1], input_TC.device, self._layers.names[module])
+
+    def sum_collected(
+        self,
+        state: State,
+        ranks: Ranks,
+        modules: Sequence[Module],
+        owner_of: Callable[[Module], int],
+    ) -> None:
+        """Sum the statistics of inputs at the owners; those of a profile at all ranks."""
+        mine = [module for module in modules if module in self._layers.names]
+        if self._is_surveying:
+            self._inputs.sum_over(ranks, mine)
+        else:
+            self._inputs.sum_over(ranks, mine, owner_of)
+
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
     ) -> None:
         """Prune this modifier's modules among ``modules``, or note their input statistics."""
         mine = self._mine(modules)
-        state.facts.error_corrected.update(module for module in mine if self.fits_original(module))
+        if not self._is_surveying:
+            state.facts.error_corrected.update(filter(self.fits_original, mine))
         self._take(mine)
 
     @torch.no_grad()
@@ -260,7 +325,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
             for module in mine:
                 found = self._inputs.of(module)
                 if found is not None and found.tokens:
-                    self._profile.note(module, self.mean_square(found))
+                    self._profile.note(module, found.mean_square())
         else:
             self._prune_all(mine)
         self._inputs.drop(mine)

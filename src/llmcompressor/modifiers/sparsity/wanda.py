@@ -5,32 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
-from llmcompressor.errors import NonFiniteError
-from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
+from llmcompressor.modifiers.sparsity.base import ColumnSquares, OneShotPruningModifier
 from llmcompressor.modifiers.sparsity.targets import matrix_of, matrix_shape
-from llmcompressor.numerics.gram import add_column_squares
 from llmcompressor.numerics.wanda import wanda_prune
 
 _VISITS = 45
-
-
-class _ColumnSquares:
-    """Sums of squares of a module's input columns."""
-
-    def __init__(self, columns: int, device: torch.device, name: str) -> None:
-        self.tokens = 0
-        self.name = name
-        self.squares_C = torch.zeros(columns, device=device)
-
-    def update(self, tokens_TC: Tensor, reference_TC: Tensor | None = None) -> None:
-        """Accumulate the tokens of one batch, ``[T, C]``."""
-        self.tokens += len(tokens_TC)
-        add_column_squares(self.squares_C, tokens_TC)
 
 
 class WandaPruningModifier(OneShotPruningModifier):
@@ -41,22 +24,13 @@ class WandaPruningModifier(OneShotPruningModifier):
         WandaPruningModifier(sparsity=0.5, mask_structure="2:4", ignore=["lm_head"])
     """
 
-    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> _ColumnSquares:
+    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> ColumnSquares:
         """Sums of squares of the input columns."""
-        return _ColumnSquares(input_TC.shape[-1], input_TC.device, self._layers.names[module])
+        return self._new_column_squares(module, input_TC, twin)
 
-    def mean_square(self, statistics: _ColumnSquares) -> Tensor:
-        """Mean square of each input column.
-
-        Raises:
-            NonFiniteError: the activations hold NaN or infinity.
-        """
-        if not bool(torch.isfinite(statistics.squares_C).all()):
-            raise NonFiniteError(
-                f"The activations that go into {statistics.name} hold NaN or infinity. Look for a "
-                "bad weight upstream, or load the model with precision='float32'."
-            )
-        return statistics.squares_C / statistics.tokens
+    def mean_square(self, statistics: ColumnSquares) -> Tensor:
+        """Mean square of each input column."""
+        return statistics.mean_square()
 
     def prune(self, modules: Sequence[Module]) -> None:
         """Zero the weights with the lowest scores."""
