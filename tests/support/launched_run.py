@@ -16,7 +16,7 @@ from llmcompressor import evaluate, model_free_ptq, oneshot, run_stages
 LINEARS = {"targets": "Linear", "ignore": ["lm_head"]}
 GPTQ = {"GPTQModifier": {**LINEARS, "scheme": "W4A16"}}
 FP8 = {"QuantizationModifier": {**LINEARS, "scheme": "FP8"}}
-PRUNING = {"SparseGPTModifier": {**LINEARS, "sparsity": 0.5, "mask_structure": "2:4"}}
+PRUNING = {"WandaPruningModifier": {**LINEARS, "sparsity": 0.5, "mask_structure": "2:4"}}
 DATA = [[1 + (7 * row + place) % 60 for place in range(32)] for row in range(8)]
 
 

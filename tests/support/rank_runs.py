@@ -105,13 +105,13 @@ class Runs:
         }
         for count in (2, 4):
             assert (share := share_differing(alike[count][0], alike[1][0])) <= most, share
-        once, again, alone = (
+        first, again, alone = (
             self._run(count, modifiers, name, **given)
-            for count, name in ((2, "once"), (2, "again"), (1, "alone"))
+            for count, name in ((2, "first"), (2, "again"), (1, "alone"))
         )
-        assert tree(once[0]) == tree(again[0])
+        assert tree(first[0]) == tree(again[0])
         original = logits(AutoModelForCausalLM.from_pretrained(self._model))
-        errors = [float((one[1] - original).norm()) for one in (once, alone)]
+        errors = [float((one[1] - original).norm()) for one in (first, alone)]
         assert errors[0] == pytest.approx(errors[1], rel=_QUALITY)
 
     def _run(
