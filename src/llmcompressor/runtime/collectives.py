@@ -101,7 +101,7 @@ class Ranks:
         if self.count > 1:
             # a rank that has failed before would be missing while the group is made
             self._processes.all_gather("connections between ranks")
-            self._main = self._new_group("gloo")
+            self._main = self._processes.while_alive(lambda: self._new_group("gloo"))
 
     def __enter__(self) -> Ranks:
         return self

@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 from llmcompressor.errors import ArgumentError, ProcessError
+from llmcompressor.runtime.liveness import own_place, while_alive
 
 JOIN = 600.0
 """Seconds that a rank waits for the others to begin a run, by default."""
@@ -205,17 +206,18 @@ def launched_group(timeout: float = JOIN) -> Iterator[None]:
         _joined.append(_meet(launch, timeout))
     store = _joined[0].store
     number = next(_numbers)
-    _await_all(launch, store, f"llmcompressor/launch/{number}", timeout)
+    places = _await_all(launch, store, f"llmcompressor/launch/{number}", timeout)
     with own_device():
         own = distributed.PrefixStore(  # type: ignore[attr-defined]  # its stubs hide it
             f"llmcompressor/group/{number}", store
         )
-        distributed.init_process_group(
-            _backend(),
-            store=own,
-            rank=launch.rank,
-            world_size=launch.count,
-        )
+
+        def make_group() -> None:
+            distributed.init_process_group(
+                _backend(), store=own, rank=launch.rank, world_size=launch.count
+            )
+
+        while_alive(make_group, places)
         try:
             yield
         finally:
@@ -293,10 +295,11 @@ def _part(launch: Launch, store: Any, *, is_host: bool) -> None:
             time.sleep(_PAUSE)
 
 
-def _await_all(launch: Launch, store: Any, key: str, timeout: float) -> None:
+def _await_all(launch: Launch, store: Any, key: str, timeout: float) -> list[str]:
+    """Wait until all ranks have set their places, and return these."""
     end = time.monotonic() + timeout
     try:
-        store.set(f"{key}/{launch.rank}", b"")
+        store.set(f"{key}/{launch.rank}", own_place())
         while absent := [
             str(rank) for rank in range(launch.count) if not store.check([f"{key}/{rank}"])
         ]:
@@ -306,6 +309,7 @@ def _await_all(launch: Launch, store: Any, key: str, timeout: float) -> None:
                     f"{launch.count} to begin a run. Call the same function on all ranks. {_ALONE}"
                 )
             time.sleep(_PAUSE)
+        return [store.get(f"{key}/{rank}").decode() for rank in range(launch.count)]
     except RuntimeError as error:
         if isinstance(error, ProcessError):
             raise

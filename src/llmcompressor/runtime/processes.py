@@ -19,18 +19,22 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmcompressor.errors import ArgumentError, ProcessError
 from llmcompressor.logger import logger
 from llmcompressor.runtime.launch import launch_of, meeting
+from llmcompressor.runtime.liveness import ended, is_alive, own_place, while_alive
 
+T = TypeVar("T")
 _ROOT = "llmcompressor"
 _LONGEST_PAUSE = 0.5
 """Seconds between two looks into the store."""
+_LOOK = 1.0
+"""Seconds between two looks whether those that are waited for are alive."""
 _PATIENCE = 60.0
 """Seconds after which a process that waits for others says so."""
 _numbers = itertools.count()
@@ -75,7 +79,10 @@ class Processes:
         rank, count = rank_and_world_size()
         if count == 1 or getattr(_here, "at_work", None):
             return cls()
-        return cls(rank, count, f"run {next(_numbers)}")
+        found = cls(rank, count, f"run {next(_numbers)}")
+        with _store_errors():
+            _store().set(f"{found._run}/place/{rank}", own_place())
+        return found
 
     @property
     def is_first(self) -> bool:
@@ -122,6 +129,14 @@ class Processes:
                 return None
             return str(store.get(self._failed).decode(errors="replace"))
 
+    def while_alive(self, function: Callable[[], T]) -> T:
+        """Call a function that waits for all processes, as long as those of this machine live."""
+        with _store_errors():
+            store = _store()
+            keys = [f"{self._run}/place/{rank}" for rank in range(self.count)]
+            places = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+        return while_alive(function, places)
+
     def note(self, text: str) -> None:
         """Leave a note of what this process does, in place of the one before."""
         with _store_errors():
@@ -152,7 +167,7 @@ class Processes:
         with _store_errors():
             store = _store()
             store.set(keys[self.rank], pickle.dumps((on, value)))
-            _wait(keys, self._failed, f"the other processes ({on})")
+            _wait(keys, self._failed, f"the other processes ({on})", self._check_others)
             found = [pickle.loads(store.get(key)) for key in keys]
         if {asked for asked, _ in found} != {on}:
             raise ProcessError(
@@ -206,6 +221,21 @@ class Processes:
     @property
     def _failed(self) -> str:
         return f"{self._run}/failed"
+
+    def _check_others(self, waiting: str) -> None:
+        """Refuse to wait for a process of this machine that has ended; of others launchers tell.
+
+        Args:
+            waiting: the key that a rank has to set.
+        """
+        rank, store = int(waiting.rpartition("/")[2]), _store()
+        key = f"{self._run}/place/{rank}"
+        if store.check([key]) and not is_alive(store.get(key).decode()):
+            if store.check([waiting]) or store.check([self._failed]):
+                return  # it did that first
+            why = ended(rank)
+            self.tell_failure(why)
+            raise ProcessError(why)
 
 
 @contextmanager
@@ -289,7 +319,10 @@ def _store_errors() -> Iterator[None]:
         raise ProcessError(f"The other processes cannot be reached any more: {error}") from error
 
 
-def _wait(keys: list[str], failed: str, whom: str) -> None:
+def _wait(
+    keys: list[str], failed: str, whom: str, check: Callable[[str], None] = lambda _: None
+) -> None:
+    looked = time.monotonic()
     begun, pause, has_told = time.monotonic(), 0.005, False
     store = _store()
     while not store.check(keys):
@@ -301,5 +334,9 @@ def _wait(keys: list[str], failed: str, whom: str) -> None:
                 f"Waiting for {whom}. Where torch.distributed has a process group, all of its "
                 "processes have to call oneshot; one that works alone destroys the group first."
             )
+        if time.monotonic() - looked > _LOOK:
+            looked = time.monotonic()
+            for key in [one for one in keys if not store.check([one])]:
+                check(key)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

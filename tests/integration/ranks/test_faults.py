@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are killed end the others, publish nothing, and any number of ranks goes on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from tests.support.killed_ranks import run_on
+from tests.support.killed_runs import KILLED, Job, tree, write_model
+
+RECIPE = "gptq"
+SOON = 15.0
+"""Seconds within which the other ranks end; alone on a machine it takes about two."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("ranks") / "model")
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The files of one process."""
+    job = Job(model, RECIPE, tmp_path_factory.mktemp("whole") / "output")
+    assert run_on(1, job).codes == [0]
+    return files_of(job.output)
+
+
+def files_of(output: Path) -> dict[str, str]:
+    """All but the report, which holds losses, in other digits, and the shares of ranks."""
+    return {name: one for name, one in tree(output).items() if "report" not in name}
+
+
+def test_ranks_write_what_one_process_writes(
+    model: Path, whole: dict[str, str], tmp_path: Path
+) -> None:
+    job = Job(model, RECIPE, tmp_path / "output")
+    ended = run_on(2, job)
+    assert ended.codes == [0, 0], ended.said
+    assert files_of(job.output) == whole
+
+
+@pytest.mark.parametrize(
+    ("seed", "everyone"),
+    [
+        (0, False),
+        (0, True),
+        *(
+            pytest.param(seed, everyone, marks=pytest.mark.slow)
+            for seed in range(1, 20)
+            for everyone in (False, True)
+        ),
+    ],
+)
+def test_killed_at_a_random_moment(
+    seed: int, everyone: bool, model: Path, whole: dict[str, str], tmp_path: Path
+) -> None:
+    chooser = random.Random(f"{seed} {everyone}")
+    count = chooser.choice([2, 4]) if seed else 2
+    job = Job(model, RECIPE, tmp_path / "output")
+    victims = range(count) if everyone else [chooser.randrange(count)]
+    ended = run_on(count, job, kill=victims, after_s=chooser.uniform(0.1, 2.5))
+    if ended.codes != [0] * count:
+        assert [ended.codes[rank] for rank in victims] == [KILLED] * len(victims), ended.said
+        assert 0 not in ended.codes or job.output.exists(), ended.said
+        assert ended.seconds < SOON, ended.said
+        again = run_on(chooser.choice([1, 2, 4]), job)
+        assert set(again.codes) == {0}, again.said
+    assert files_of(job.output) == whole
+    assert not job.partial.exists()
