@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import platform
+import time
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,8 +44,15 @@ from llmcompressor.datasets.calibration import load_calibration
 from llmcompressor.datasets.source import GOOD_CHOICES, Source, check_data_exists, open_source
 from llmcompressor.datasets.text import NoTokenizerError, moment
 from llmcompressor.entrypoints.fingerprints import values_fingerprint
-from llmcompressor.errors import ArgumentError, DatasetError, OutputError, RecipeError, TargetError
-from llmcompressor.logger import logger
+from llmcompressor.errors import (
+    ArgumentError,
+    DatasetError,
+    OutputError,
+    ProcessError,
+    RecipeError,
+    TargetError,
+)
+from llmcompressor.logger import logger, quiet
 from llmcompressor.modeling.call_graph import main_input_names
 from llmcompressor.modeling.matching import matches_any
 from llmcompressor.modeling.offload import activation_budget
@@ -55,6 +63,7 @@ from llmcompressor.recipe import Recipe, Stage
 from llmcompressor.recipe.recipe import applied_stages, renew_recipe
 from llmcompressor.recipe.stages import RunType, rename_duplicates
 from llmcompressor.recipe.writing import to_yaml
+from llmcompressor.runtime.launch import JOIN
 from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.session.session import CompressionSession
@@ -95,6 +104,58 @@ def parse_device(asked: Any, what: str = "The argument 'device'") -> torch.devic
     raise ArgumentError(
         f"{what} cannot be {str(asked)!r}: {why}.", f"This machine has {' and '.join(names)}."
     )
+
+
+# --------------------
+# Processes that do a run together.
+
+_PAUSE = 0.02
+"""Seconds between two looks for the others."""
+
+
+@contextmanager
+def together(what: str, timeout: float = JOIN) -> Iterator[Processes]:
+    """Yield the processes of a run when all have come; they leave it together, and the first logs.
+
+    Args:
+        what: the function that they call.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        ProcessError: one of them has failed, or does not come in time.
+    """
+    processes = Processes.from_process_group()
+    with processes.notify_on_failure(), quiet(wanted=not processes.is_first):
+        if processes.count > 1:
+            _await_others(processes, what, timeout)
+        yield processes
+        processes.all_gather(f"end of {what}")
+
+
+def _await_others(processes: Processes, what: str, timeout: float) -> None:
+    end = time.monotonic() + timeout
+    processes.note(f"0:{what}")
+    while absent := [str(rank) for rank, note in enumerate(processes.notes()) if not note]:
+        if told := processes.failure():
+            raise ProcessError(told)
+        if time.monotonic() > end:
+            why = (
+                f"Rank {processes.rank} has waited {timeout:g} s for rank {', '.join(absent)} of "
+                f"{processes.count} to call {what}. Call it on all ranks."
+            )
+            processes.tell_failure(why)  # to those that come later
+            raise ProcessError(why)
+        time.sleep(_PAUSE)
+
+
+@contextmanager
+def first_before_others(processes: Processes, what: str) -> Iterator[None]:
+    """Let the other processes enter the body when the first one has left it."""
+    if not processes.is_first:
+        processes.all_gather(what)
+    yield
+    if processes.is_first:
+        processes.all_gather(what)
 
 
 # --------------------

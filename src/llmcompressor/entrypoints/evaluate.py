@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,8 @@ from llmcompressor.checkpoint.load import (
 )
 from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.datasets.text import NoTokenizerError
-from llmcompressor.entrypoints.arguments import position_limit, vocab_size_of
+from llmcompressor.entrypoints.arguments import position_limit, together, vocab_size_of
+from llmcompressor.entrypoints.fingerprints import model_fingerprint, values_fingerprint
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import ArgumentError, CheckpointError, CompressorError, DatasetError
 from llmcompressor.evaluation.measure import measure
@@ -39,10 +41,12 @@ from llmcompressor.evaluation.sources import (
 from llmcompressor.evaluation.tasks import load_tasks, measure_tasks
 from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.patches import modules_with_adapters
+from llmcompressor.modeling.sharded import is_sharded
 from llmcompressor.reporting.report import show_evaluation
-from llmcompressor.runtime.launch import own_device
-from llmcompressor.runtime.processes import is_first_rank
-from llmcompressor.runtime.progress import hide_tqdm_bars
+from llmcompressor.runtime.collectives import Ranks
+from llmcompressor.runtime.launch import launched_group, own_device
+from llmcompressor.runtime.processes import Processes, is_first_rank
+from llmcompressor.runtime.progress import hide_tqdm_bars, join_names
 from llmcompressor.utils import dispatch_for_generation
 from llmcompressor.verification.facts import Finding, Severity
 
@@ -81,6 +85,9 @@ def evaluate(
     overlap. Checkpoints are loaded by transformers; those with packed zero points too, which some
     releases refuse by themselves (``verify``, L9).
 
+    Several processes share the windows: all of them have to call, with the same arguments, and get
+    the same report. Each has the models whole. Tasks are measured in one process only.
+
     Args:
         checkpoint: folder, name or model; one with adapters (PEFT) too.
         reference: the original model; with it the report has its loss, the mean KL divergence
@@ -116,7 +123,9 @@ def evaluate(
             causal language model.
         DatasetError: the text or the data of a task is missing, empty, or does not fit the model.
         ArgumentError: the two models have different vocabularies, a number is out of range, there
-            is no such task, or lm-eval is not installed.
+            is no such task, lm-eval is not installed, or processes were given different models or
+            texts.
+        ProcessError: another process has failed, or does not come in ten minutes.
     """
     show_runs_quietly()
     text_only = {"split": split, "dataset_config_name": dataset_config_name}
@@ -125,37 +134,85 @@ def evaluate(
     _check_numbers(**sizes, **counts, batch_size=batch_size)
     _check_used(tasks, dataset, {**text_only, **sizes}, {**counts, "include_path": include_path})
     dtype = parse_precision(precision_name("precision", precision))
-    report = Report()
     with hide_tqdm_bars():
         loaded = None if tasks is None else load_tasks(tasks, include_path)
-        model = _load(checkpoint, trust_remote_code_model, dtype)
-        original = None if reference is None else _load(reference, trust_remote_code_model, dtype)
-        models = [model, *([] if original is None else [original])]
-        tokenizer, why = _tokenizer(tokenizer, checkpoint, reference, trust_remote_code_model)
-        with _explain_no_tokenizer(why):
-            if loaded is not None and tokenizer is None:
-                raise NoTokenizerError("Tasks are texts, and the model came without its tokenizer.")
-            if loaded is None or dataset is not None:
-                length = _window_length(max_seq_length, models)
-                documents = tokenized_documents(
-                    dataset,
-                    tokenizer,
-                    text_column=text_column,
-                    config_name=dataset_config_name,
-                    split=split,
-                )
-                windows = sample_windows(cut_windows(documents, length), num_samples, seed)
-                _check_windows(windows, model)
-                with _explain_failures(checkpoint, reference, dtype=dtype):
-                    report = measure(model, windows, reference=original, batch_size=batch_size)
-                report = _with_texts(report, windows, tokenizer)
-    if loaded is not None:  # with lm-eval's bars
-        how: dict[str, Any] = {**counts, "reference": original, "batch_size": batch_size}
-        with _explain_failures(checkpoint, reference, dtype=dtype):
-            report = replace(report, tasks=measure_tasks(model, tokenizer, loaded, **how))
-    if not isinstance(checkpoint, Module) and is_first_rank():
-        show_evaluation(Path(checkpoint).expanduser(), report.as_dict())
+    report = Report()
+    with launched_group(), together("evaluate") as processes:
+        with hide_tqdm_bars():
+            sources = [checkpoint] if reference is None else [checkpoint, reference]
+            models = [_load(one, trust_remote_code_model, dtype) for one in sources]
+            tokenizer, why = _tokenizer(tokenizer, checkpoint, reference, trust_remote_code_model)
+            with _explain_no_tokenizer(why):
+                if loaded is not None and tokenizer is None:
+                    raise NoTokenizerError("Tasks are texts, and the model has no tokenizer.")
+                if loaded is None or dataset is not None:
+                    length = _window_length(max_seq_length, models)
+                    documents = tokenized_documents(
+                        dataset,
+                        tokenizer,
+                        text_column=text_column,
+                        config_name=dataset_config_name,
+                        split=split,
+                    )
+                    windows = sample_windows(cut_windows(documents, length), num_samples, seed)
+                    _check_windows(windows, models[0])
+                    with _explain_failures(checkpoint, reference, dtype=dtype):
+                        report = _measure_shared(processes, models, windows, batch_size)
+                    report = _with_texts(report, windows, tokenizer)
+        if loaded is not None:  # with lm-eval's bars
+            original = None if reference is None else models[1]
+            how: dict[str, Any] = {**counts, "reference": original, "batch_size": batch_size}
+            with _explain_failures(checkpoint, reference, dtype=dtype):
+                report = replace(report, tasks=measure_tasks(models[0], tokenizer, loaded, **how))
+        if not isinstance(checkpoint, Module) and is_first_rank():
+            show_evaluation(Path(checkpoint).expanduser(), report.as_dict())
     return report
+
+
+def _measure_shared(
+    processes: Processes,
+    models: Sequence[PreTrainedModel],
+    windows: Sequence[Window],
+    batch_size: int,
+) -> Report:
+    """Measure a model on windows that processes share, beside its reference if there are two."""
+    reference = models[1] if len(models) > 1 else None
+    with _sharing(processes, models, windows) as ranks:
+        return measure(models[0], windows, reference=reference, batch_size=batch_size, ranks=ranks)
+
+
+@contextmanager
+def _sharing(
+    processes: Processes, models: Sequence[Module], windows: Sequence[Window]
+) -> Iterator[Ranks]:
+    """Yield the ranks that share the windows; a single one if a model is spread over them.
+
+    Raises:
+        ArgumentError: the ranks have different models or texts, or are more than the windows.
+    """
+    if processes.count == 1 or any(map(is_sharded, models)):  # which all ranks have to run alike
+        yield Ranks()
+        return
+    prints = [json.dumps(model_fingerprint(one)) for one in models]
+    given = {
+        "checkpoint": prints[0],
+        "reference": prints[1:],
+        "dataset": values_fingerprint(list(windows)),
+    }
+    every = processes.all_gather("models and text", given)
+    differing = [name for name in given if any(one[name] != every[0][name] for one in every)]
+    if differing:
+        raise ArgumentError(
+            f"The processes measure one model together, and differ in {join_names(differing)}.",
+            "Give all of them the same; to measure several models, start a script for each.",
+        )
+    if len(windows) < processes.count:
+        raise ArgumentError(
+            f"The text has {len(windows)} windows for {processes.count} processes to share.",
+            "Start fewer processes, or give a longer text.",
+        )
+    with Ranks(processes) as ranks:
+        yield ranks
 
 
 @contextmanager

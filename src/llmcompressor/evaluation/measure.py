@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
 from types import TracebackType
+from typing import Any
 
 import psutil
 import torch
@@ -18,6 +19,7 @@ from llmcompressor.evaluation.metrics import MetricSums, Passage, Report, batch_
 from llmcompressor.evaluation.models import check_causal, compute_logits
 from llmcompressor.evaluation.sources import Window, padded_batches
 from llmcompressor.modeling.patches import eval_mode
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.progress import progress
 
 
@@ -27,9 +29,11 @@ def measure(
     *,
     reference: nn.Module | None = None,
     batch_size: int = 8,
+    ranks: Ranks | None = None,
 ) -> Report:
     """Evaluate one model on windows, see :func:`compare`; it is neither moved nor changed."""
-    return compare({"model": model}, windows, reference=reference, batch_size=batch_size)["model"]
+    how: dict[str, Any] = {"reference": reference, "batch_size": batch_size, "ranks": ranks}
+    return compare({"model": model}, windows, **how)["model"]
 
 
 def compare(
@@ -38,6 +42,7 @@ def compare(
     *,
     reference: nn.Module | None = None,
     batch_size: int = 8,
+    ranks: Ranks | None = None,
 ) -> dict[str, Report]:
     """Evaluate several models on the same windows; the reference runs once for all of them.
 
@@ -49,9 +54,10 @@ def compare(
         windows: token ids, each window at least two.
         reference: the original, with the same vocabulary.
         batch_size: windows per forward.
+        ranks: the ranks that share the windows. All have the same models and all windows.
 
     Returns:
-        Name → report.
+        Name → report, of all windows on each rank.
 
     Raises:
         ArgumentError: a model and the reference have different vocabularies, or one gives no
@@ -61,15 +67,17 @@ def compare(
     """
     if batch_size < 1:
         raise ArgumentError(f"batch_size is {batch_size}.", "Give 1 or more.")
+    ranks = ranks or Ranks()
+    own_windows = windows[ranks.rank :: ranks.count]
     each: dict[str, list[MetricSums]] = {name: [] for name in models}  # of each window
-    steps = -(-len(windows) // batch_size)
+    steps = -(-len(own_windows) // batch_size)
     everything = [*models.values(), *([] if reference is None else [reference])]
     with ExitStack() as modes, torch.no_grad(), progress(steps, "Evaluating") as advance:
         for model in everything:
             modes.enter_context(eval_mode(model))
         for model, window in product(everything, windows[:1]):
             check_causal(model, window)
-        for ids_BT, mask_BT in padded_batches(windows, batch_size):
+        for ids_BT, mask_BT in padded_batches(own_windows, batch_size):
             expected = None if reference is None else compute_logits(reference, ids_BT, mask_BT)
             for name, model in models.items():
                 logits_BTV = compute_logits(model, ids_BT, mask_BT)
@@ -86,7 +94,31 @@ def compare(
                     found = batch_sums(logits_BTV[own], ids_BT[own], mask_BT[own], other)
                     each[name].append(found)
             advance()
-    return {name: _report(name, each[name], reference) for name in models}
+    return {
+        name: _report(name, _of_all_ranks(each[name], len(windows), ranks), reference)
+        for name in models
+    }
+
+
+def _of_all_ranks(own: Sequence[MetricSums], count: int, ranks: Ranks) -> Sequence[MetricSums]:
+    """Return the sums of all windows in their order, of which each rank has those of its share.
+
+    So all figures are added up in the same order, whatever the number of ranks.
+    """
+    if ranks.count == 1:
+        return own
+    counts_W2 = torch.zeros(count, 2, dtype=torch.int64)
+    sums_W3 = torch.zeros(count, 3, dtype=torch.float64)
+    for place, one in zip(range(ranks.rank, count, ranks.count), own, strict=True):
+        counts_W2[place] = torch.tensor([one.tokens, one.agreed])
+        values = [one.nll, one.reference_nll, one.kl]
+        sums_W3[place] = torch.tensor(values, dtype=torch.float64)
+    counts = ranks.sum_all(counts_W2, what="tokens of the evaluation").tolist()
+    sums = ranks.sum_all(sums_W3, what="losses of the evaluation").tolist()
+    return [
+        MetricSums(tokens, nll, reference_nll, kl, agreed)
+        for (tokens, agreed), (nll, reference_nll, kl) in zip(counts, sums, strict=True)
+    ]
 
 
 _MOST_PASSAGES = 5

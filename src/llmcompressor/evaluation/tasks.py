@@ -30,6 +30,8 @@ from llmcompressor.evaluation.metrics import TaskScore
 from llmcompressor.evaluation.models import check_causal
 from llmcompressor.logger import is_quiet, others_in_log
 from llmcompressor.modeling.patches import eval_mode
+from llmcompressor.runtime.launch import launch_of
+from llmcompressor.runtime.processes import rank_and_world_size
 from llmcompressor.runtime.progress import hide_tqdm_bars
 
 _INSTALL = "pip install 'llmcompressor[eval]'"
@@ -71,10 +73,12 @@ def load_tasks(given: str | Sequence[str], include_path: str | Path | None = Non
         raise invalid_value("tasks", given, "names of lm-eval's tasks")
     if find_spec("lm_eval") is None:
         raise ArgumentError("lm-eval, which measures tasks, is not installed.", f"{_INSTALL}.")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    launch, (_, count) = launch_of(os.environ), rank_and_world_size()
+    count = count if launch is None else launch.count
+    if count > 1:
         raise ArgumentError(
-            f"Tasks are measured in one process, and WORLD_SIZE is {os.environ['WORLD_SIZE']}.",
-            "Start it without torchrun.",
+            f"Tasks are measured in one process, and this is one of {count}.",
+            "Start it without torchrun or srun.",
         )
     if include_path is not None and not Path(include_path).expanduser().is_dir():
         raise ArgumentError(f"There is no folder {include_path} of tasks.", "Check include_path.")
