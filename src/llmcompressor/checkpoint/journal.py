@@ -14,9 +14,10 @@ One line per finished block is appended to the journal after the block's data is
 for each saved progress checkpoint of what is learned before the blocks. Each line carries a
 checksum: a line torn by a crash or damaged later counts as not written, and its work is redone. The
 first line is the run's fingerprint: everything that decides the bytes of the output. A run resumes
-only if all of it agrees. The work folder goes, in one step, once the output has its name. A run
-that is killed between the two finds the list of moved files: the output is whole, and the same call
-ends there.
+only if all of it agrees. Of several processes that share a run the first one makes the folder and
+holds its lock, and each appends the lines of its blocks. The work folder goes, in one step, once
+the output has its name. A run that is killed between the two finds the list of moved files: the
+output is whole, and the same call ends there.
 """
 
 from __future__ import annotations
@@ -156,6 +157,10 @@ class Journal:
     def add(self, entry: BlockEntry | ProgressEntry) -> None:
         """Append a finished block or a progress checkpoint, whose data must be durable."""
         self._append(_BLOCK if isinstance(entry, BlockEntry) else _PROGRESS, vars(entry))
+
+    def note(self, entry: BlockEntry) -> None:
+        """Take note of a block that another process of the run has finished and recorded."""
+        self.entries[entry.stage, entry.block] = entry
 
     def decide(self, name: str, value: Any) -> Any:
         """Return the recorded value of a machine-dependent choice, or record ``value``."""

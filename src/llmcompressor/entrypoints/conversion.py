@@ -27,6 +27,7 @@ from llmcompressor.checkpoint.copied_files import copy_side_files, left_behind
 from llmcompressor.checkpoint.source import CONFIG, INDEX, SourceInfo, inspect_source
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.logger import logger
+from llmcompressor.runtime.processes import Processes
 
 _NEEDED = ("process", "validate")
 
@@ -59,6 +60,7 @@ def converted_checkpoint(
     *,
     device: str | None,
     workers: int,
+    processes: Processes,
 ) -> Iterator[SourceInfo]:
     """Convert a checkpoint into a folder next to the output, which is removed afterwards.
 
@@ -68,6 +70,7 @@ def converted_checkpoint(
         beside: the output folder.
         device: the device to compute on.
         workers: number of files to convert at a time.
+        processes: of the run. The first one converts for all, and removes the folder in the end.
 
     Raises:
         CheckpointError: a converter refuses the checkpoint.
@@ -76,6 +79,10 @@ def converted_checkpoint(
         yield source
         return
     target = Path(f"{os.fspath(beside)}.converted")
+    if not processes.is_first:
+        processes.all_gather("converted checkpoint")
+        yield inspect_source(target, allow_quantized=True)
+        return
     names = ", ".join(type(one).__name__ for one in converters)
     shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed
     try:
@@ -87,6 +94,7 @@ def converted_checkpoint(
                 f"{names} cannot convert {source.directory}: {error}",
                 "Correct the converter's targets and ignore, or leave it out.",
             ) from error
+        processes.all_gather("converted checkpoint")
         yield inspect_source(target, allow_quantized=True)
     finally:
         shutil.rmtree(target, ignore_errors=True)

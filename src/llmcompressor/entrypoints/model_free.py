@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from llmcompressor.checkpoint.load import fetch
 from llmcompressor.checkpoint.meta_model import MetaModel
 from llmcompressor.checkpoint.moe_names import FusedExperts, find_fused_experts, split_fused_experts
 from llmcompressor.checkpoint.quantization_config import existing_quantization
+from llmcompressor.checkpoint.shared_blocks import SharedBlocks
 from llmcompressor.checkpoint.source import (
     SourceInfo,
     TensorHeader,
@@ -35,9 +36,16 @@ from llmcompressor.checkpoint.source import (
     is_hub_id,
     tell_remarks,
 )
-from llmcompressor.entrypoints.arguments import Job, as_path, parse_device, refuse_transposed
+from llmcompressor.entrypoints.arguments import (
+    Job,
+    as_path,
+    first_before_others,
+    parse_device,
+    refuse_transposed,
+    together,
+)
 from llmcompressor.entrypoints.conversion import converted_checkpoint, parse_converters
-from llmcompressor.entrypoints.run import compress, streamed_blocks
+from llmcompressor.entrypoints.run import MemoryLimits, compress, streamed_blocks
 from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
 from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.matching import (
@@ -52,6 +60,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.numerics.products import float32_by_default
 from llmcompressor.recipe import Recipe
 from llmcompressor.reporting.summary import tell_summary, told_run
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.launch import launched_group
 from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.progress import join_names
@@ -62,6 +71,8 @@ from llmcompressor.verification.transformers_model import refusal
 
 _LINEAR = ["Linear"]
 """Of what may be a matrix; kernels of convolutions are smaller."""
+_SLOWEST = 6 * 3600.0
+"""Seconds that a rank with its share written waits for the slowest; one that fails is noticed."""
 
 
 @told_by_name
@@ -87,6 +98,9 @@ def model_free_ptq(
     over, and modules are inferred from the names and shapes of tensors. So it works for unknown
     architectures, but cannot calibrate. If transformers has the class, its names of modules are
     written in addition to those of the files.
+
+    Several processes share the blocks of the model: all of them have to call, with the same
+    arguments, and see the folder of the output.
 
     Args:
         model_stub: the checkpoint: a folder with safetensors, or an id on the hub.
@@ -117,13 +131,14 @@ def model_free_ptq(
     Raises:
         InputError: an invalid argument or checkpoint; nothing has been written then.
         NonFiniteError: a weight holds NaN or infinity.
+        ProcessError: another process has failed, or does not come in ten minutes.
 
     Example::
 
         model_free_ptq("./new-model", "./new-model-FP8", "FP8_BLOCK", ignore=["re:.*gate$"])
     """
     show_runs_quietly()
-    with launched_group(), _by_the_first() as processes:
+    with launched_group(), together("model_free_ptq") as processes:
         _check_workers(max_workers)
         converters = parse_converters(converter)
         fields = _fields(scheme, config, () if ignore is None else ignore)
@@ -146,32 +161,33 @@ def model_free_ptq(
         assert job.output_dir is not None
         processes.check_equal("recipe", job.recipe.yaml())
         processes.check_equal("save_directory", str(job.output_dir))
-        if processes.is_first:
+        with first_before_others(processes, "source"):
             source = _inspect(os.fspath(model_stub), is_verified=verify)
-            tell_remarks(source)
-            with (
-                told_run(),
-                converted_checkpoint(
-                    source, converters, job.output_dir, device=chosen, workers=max_workers
-                ) as converted,
-            ):
-                _quantize(job, converted, fields, resolved)
+        tell_remarks(source)
+        with (
+            told_run(),
+            converted_checkpoint(
+                source,
+                converters,
+                job.output_dir,
+                device=chosen,
+                workers=max_workers,
+                processes=processes,
+            ) as converted,
+        ):
+            _quantize(job, processes, converted, fields, resolved)
+            if processes.is_first:
                 tell_summary(job.output_dir)
     return job.output_dir
 
 
-@contextmanager
-def _by_the_first() -> Iterator[Processes]:
-    """Yield the processes of a run whose work the first one does; the others wait for it."""
-    processes = Processes.from_process_group()
-    with processes.notify_on_failure():
-        yield processes
-        processes.all_gather("end")
-
-
 @float32_by_default()
 def _quantize(
-    job: Job, source: SourceInfo, fields: dict[str, Any], resolved: ResolvedSchemes
+    job: Job,
+    processes: Processes,
+    source: SourceInfo,
+    fields: dict[str, Any],
+    resolved: ResolvedSchemes,
 ) -> None:
     blueprint = _blueprint(source, resolved)
     # The modifier checks again, but its remedy is a field of recipes, which users cannot set here.
@@ -179,8 +195,17 @@ def _quantize(
     fields["ignore"] = _complete_ignore_list(blueprint, resolved)
     refuse_transposed(source, blueprint.model, fields["ignore"], resolved.targets)
     job.recipe = Recipe.from_modifiers(QuantizationModifier(**fields))
-    with streamed_blocks(job, blueprint) as blocks:
-        compress(job, blocks)
+    if processes.count == 1:
+        with streamed_blocks(job, blueprint) as blocks:
+            compress(job, blocks)
+        return
+    with (  # to the rest of a run each process is alone, with blocks that others have finished
+        Ranks(processes, timeout=_SLOWEST) as ranks,
+        closing(SharedBlocks(blueprint, processes, ranks)) as shared,
+    ):
+        limits = MemoryLimits(job.run_args.max_memory)
+        shared.weights.device = limits.choose_device(shared.weights, job.model_args.device)
+        compress(job, shared)
 
 
 # ---------------------------------------------------------------------- arguments
