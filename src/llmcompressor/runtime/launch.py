@@ -287,6 +287,7 @@ def _part(launch: Launch, store: Any, *, is_host: bool) -> None:
     """Let the store live until the other ranks have read from it what they are told at the end."""
     key = "llmcompressor/ended"
     with suppress(RuntimeError):
+        store.set(f"{key}/{launch.rank}", b"")
         if not is_host:
             store.add(key, 1)
             return
@@ -303,6 +304,11 @@ def _await_all(launch: Launch, store: Any, key: str, timeout: float) -> list[str
         while absent := [
             str(rank) for rank in range(launch.count) if not store.check([f"{key}/{rank}"])
         ]:
+            if ended := [one for one in absent if store.check([f"llmcompressor/ended/{one}"])]:
+                raise ProcessError(
+                    f"Rank {launch.rank} waits for rank {', '.join(ended)} of {launch.count} to "
+                    f"begin a run, which has ended. Call the same function on all ranks. {_ALONE}"
+                )
             if time.monotonic() > end:
                 raise ProcessError(
                     f"Rank {launch.rank} has waited {timeout:g} s for rank {', '.join(absent)} of "

@@ -127,6 +127,17 @@ def test_a_rank_that_never_comes_is_named(launched):
     assert not distributed.is_initialized()
 
 
+def test_a_rank_that_has_ended_is_not_waited_for(launched):
+    with pytest.raises(ProcessError), launched_group(timeout=0.1):
+        pass
+    launch.meeting().store.set("llmcompressor/ended/1", b"")
+    with (
+        pytest.raises(ProcessError, match=r"Rank 0 waits for rank 1 of 2 .*, which has ended"),
+        launched_group(timeout=60),
+    ):
+        pass
+
+
 def test_a_first_rank_that_never_comes_is_named(launched, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with (
