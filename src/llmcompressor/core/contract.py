@@ -101,7 +101,7 @@ class Solving(Enum):
     """Rank that works on a module when all samples have reached it, where ranks share a run.
 
     Attributes:
-        ALONE: none: each process needs all samples, and does all of the work.
+        ALONE: all, as each process needs all samples; without data each does the same.
         OWNER: the owner of the module, with what :meth:`.Modifier.sum_collected` has added there.
             The others get its weights.
         ALL: all ranks, with sums that all of them have. They may share the search for a value, and

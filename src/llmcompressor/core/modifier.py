@@ -628,7 +628,7 @@ class Modifier(HooksMixin):
         elif event.type_ is EventType.SEQUENTIAL_EPOCH_END:
             given = {"modules": [], **kwargs}
             own = given.pop("own", given["modules"])
-            if self.traits.over_ranks is not Solving.ALL:
+            if self.traits.over_ranks is Solving.OWNER:
                 given["modules"] = own
             self.on_sequential_epoch_end(state, event, **given)
         elif event.type_ is EventType.CALIBRATION_EPOCH_END:

@@ -567,7 +567,7 @@ def sharing_ranks(job: Job, batches: Sequence[Any] | None) -> Ranks | None:
     Raises:
         ArgumentError: there are more ranks than calibration batches; on all ranks.
     """
-    if job.processes.count == 1 or batches is None or job.pipeline() not in BY_BLOCK:
+    if job.processes.count == 1 or job.pipeline() not in BY_BLOCK:
         return None
     whole = [one for one in job.recipe.modifiers if not _is_shareable(one)]
     if whole:
@@ -576,7 +576,7 @@ def sharing_ranks(job: Job, batches: Sequence[Any] | None) -> Ranks | None:
             "needs all samples in one process."
         )
         return None
-    if len(batches) < job.processes.count:
+    if batches is not None and len(batches) < job.processes.count:
         raise ArgumentError(
             f"{job.processes.count} ranks are to share {len(batches)} calibration batches.",
             "Start as many ranks as there are batches at most, or give more samples.",

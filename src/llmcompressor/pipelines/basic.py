@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.state import State
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.pipelines.batches import calibration_batches, calibration_mode
 from llmcompressor.pipelines.block_loading import BlockLoader
 from llmcompressor.pipelines.moe_lists import broadcast_expert_inputs, count_listed_experts
 from llmcompressor.pipelines.moe_routing import expert_calibration
 from llmcompressor.pipelines.passes import run_passes, split_into_passes
+from llmcompressor.pipelines.shared_work import SharedWork
 from llmcompressor.pipelines.targets import (
     modifier_indices,
     report_low_coverage,
@@ -88,18 +92,31 @@ class DataFreePipeline:
         modifiers = session.lifecycle.recipe.modifiers
         with calibration_mode(model):
             LifecycleCallbacks.calibration_epoch_start()
-            loader = BlockLoader(state, modifiers)
+            work = SharedWork(state, modifiers)
+            loader = BlockLoader(state, modifiers, work)
+            work.assign((name, [module]) for name, module in _selected(model, modifiers, state))
             with progress(len(loader.unfinished), "Compressing") as advance:
                 for name in loader.unfinished:
                     advance(0, note=name)
                     loader.enter(name)
-                    LifecycleCallbacks.sequential_epoch_end(loader.modules_of(name))
+                    inside = loader.modules_of(name)
+                    LifecycleCallbacks.sequential_epoch_end(inside, own=work.own(inside))
                     loader.leave(name)
                     advance(1)
             loader.finish_unvisited()
             if not state.run.block_source.rest_is_finished:
-                LifecycleCallbacks.sequential_epoch_end(loader.others())
+                others = loader.others()
+                LifecycleCallbacks.sequential_epoch_end(others, own=work.own(others))
+            loader.finish_others()
             LifecycleCallbacks.calibration_epoch_end()
+
+
+def _selected(
+    model: Module, modifiers: Sequence[Modifier], state: State
+) -> Iterator[tuple[str, Module]]:
+    """Yield the modules that modifiers work on, with their names."""
+    chosen = {module for one in modifiers for module in one.select(state).modules}
+    yield from ((name, one) for name, one in model.named_modules() if one in chosen)
 
 
 # --------------------

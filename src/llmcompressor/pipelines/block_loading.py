@@ -144,7 +144,7 @@ class BlockLoader:
             modifier.finish(self._state, solved, written=rounds)
             if len(solved) < len(modules):
                 modifier.adopt(self._state, self.work.others(modules))
-        self.work.copy_finished(modules, name, rounds=rounds)
+        self.work.copy_finished(modules, name)
 
     def finish_unvisited(self) -> None:
         """Finish the blocks that no pass has entered.

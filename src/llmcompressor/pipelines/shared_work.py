@@ -30,6 +30,7 @@ from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.run_record import EXCHANGE, phase
 
 _STATUS = "quantization_status"
+_RAW = "frozen"
 _CHANGED_AT_STOPS = frozenset({"weight", "bias"})
 
 
@@ -51,7 +52,7 @@ class SharedWork:
         self._costs: dict[Module, int] = {}
         """Of the groups of this rank, by the first module."""
         self._is_shared = self.ranks.count > 1
-        by_owner = [one for one in modifiers if one.traits.over_ranks is not Solving.ALL]
+        by_owner = [one for one in modifiers if one.traits.over_ranks is Solving.OWNER]
         at_stops = [one.traits.needs_data and Edits.AT_ONCE in one.traits.edits for one in by_owner]
         self._changes_at_stops = any(at_stops)
         self._changes_later = not all(at_stops)
@@ -82,7 +83,8 @@ class SharedWork:
             own = set(modifier.select(self._state).modules)
             mine = [one for one in members if one in own]
             found += modifier.cost(mine, DataSize()).flops if mine else 0
-        return max(1, found)
+        sizes = (one.numel() for module in members for one in module.parameters(recurse=False))
+        return found + sum(sizes) + 1
 
     def owner_of(self, module: Module) -> int:
         """The rank that compresses a module."""
@@ -94,8 +96,8 @@ class SharedWork:
 
     def solved_here(self, modifier: Modifier, modules: Sequence[Module]) -> Sequence[Module]:
         """Those of ``modules`` that a modifier works on in this rank."""
-        is_for_all = modifier.traits.over_ranks is Solving.ALL
-        return modules if is_for_all else self.own(modules)
+        is_for_owners = modifier.traits.over_ranks is Solving.OWNER
+        return self.own(modules) if is_for_owners else modules
 
     def others(self, modules: Iterable[Module]) -> tuple[Module, ...]:
         """Those of ``modules`` that other ranks compress."""
@@ -144,20 +146,22 @@ class SharedWork:
         own = [one for one in dict.fromkeys(modules) if one in self._owners]
         self._copy(own, f"weights of {name}")
 
-    def copy_finished(self, modules: Sequence[Module], name: str, *, rounds: bool) -> None:
+    def copy_finished(self, modules: Sequence[Module], name: str) -> None:
         """Give all ranks what the owners have added to modules that are finished.
+
+        Weights stay where all ranks have them: where the writer will round them, and where nothing
+        has changed them since the stop.
 
         Args:
             modules: those of a block, or all outside of blocks.
             name: name of the block, for errors.
-            rounds: weights that were not changed yet are rounded when they are written.
         """
         if not self._is_shared:
             return
         sent = [one for one in modules if one in self._owners or hasattr(one, _STATUS)]
         self._copy_statuses(sent, f"states of {name}")
-        is_there = rounds or not self._changes_later
-        self._copy(sent, f"parameters of {name}", but=_CHANGED_AT_STOPS if is_there else ())
+        known = {one for one in sent if not self._changes_later or _is_raw(one)}
+        self._copy(sent, f"parameters of {name}", known=known)
 
     def _copy_statuses(self, modules: Sequence[Module], what: str) -> None:
         """Whether weights are rounded already, which the writer has to know."""
@@ -171,21 +175,29 @@ class SharedWork:
                 known = getattr(modules[int(place)], _STATUS)
                 setattr(modules[int(place)], _STATUS, type(known)(value))
 
-    def _copy(self, modules: Sequence[Module], what: str, *, but: Container[str] = ()) -> None:
-        """Copy the tensors that modules hold themselves, ``but`` for some names."""
+    def _copy(self, modules: Sequence[Module], what: str, *, known: Container[Module] = ()) -> None:
+        """Copy the tensors that modules hold themselves, but for weights that are ``known``."""
         with phase(EXCHANGE):
             for owner in range(self.ranks.count):
                 mine = [one for one in modules if self.owner_of(one) == owner]
                 if mine:
                     is_own = owner == self.ranks.rank
-                    tensors = dict(_tensors_of(mine, but)) if is_own else {}
+                    tensors = dict(_tensors_of(mine, known)) if is_own else {}
                     found = self.ranks.broadcast_from(owner, tensors, what=what)
                     if not is_own:
                         _put(mine, found)
 
 
-def _tensors_of(modules: Sequence[Module], but: Container[str]) -> Iterator[tuple[str, Tensor]]:
+def _is_raw(module: Module) -> bool:
+    """Return True if the weight is as it was, and will be rounded when it is written."""
+    return getattr(getattr(module, _STATUS, None), "value", "") == _RAW
+
+
+def _tensors_of(
+    modules: Sequence[Module], known: Container[Module]
+) -> Iterator[tuple[str, Tensor]]:
     for place, module in enumerate(modules):
+        but = _CHANGED_AT_STOPS if module in known else ()
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None and name not in but and not tensor.is_meta:
