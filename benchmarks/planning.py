@@ -20,7 +20,7 @@ from pathlib import Path
 from run_one import build_recipe, processor_seconds, run_apart
 from tables import publish, table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planning"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 MODELS = {
     "Llama-3-8B": "LLAMA_3_8B",
