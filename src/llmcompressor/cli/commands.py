@@ -44,7 +44,7 @@ Nodes = Annotated[int | None, typer.Option(help="Number of machines they are on.
 LinkSpeed = Annotated[
     float | None,
     typer.Option(
-        help="GB/s between processes of a machine. (default: 50 with CUDA, 1 without)",
+        help="GB/s between processes of a machine. (default: 50 with CUDA, 0.5 without)",
     ),
 ]
 NodeLinkSpeed = Annotated[

@@ -74,7 +74,7 @@ def plan(
         ranks: the number of processes to plan for, each with a device of its own.
         nodes: the number of machines that they are on, as many on each.
         link_speed: gigabytes (10⁹) per second of a rank to others of its node, each way; by default
-            50 with CUDA and 1 without.
+            50 with CUDA and 0.5 without.
         node_link_speed: the same into and out of a node; by default 12.5 with CUDA and 1.25
             without.
         **arguments: as for ``oneshot``.

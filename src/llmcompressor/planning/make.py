@@ -18,7 +18,15 @@ from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.atomic_output import FILES, work_folder
 from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes, unallocated_bytes
 from llmcompressor.checkpoint.journal import SCRATCH
-from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize, DataUse, Edits, PlannedModule
+from llmcompressor.core.contract import (
+    ELEMENTWISE,
+    Cost,
+    DataSize,
+    DataUse,
+    Edits,
+    PlannedModule,
+    Solving,
+)
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import RunSettings, State
 from llmcompressor.errors import CompressorError, InputError, OutputError, TargetError
@@ -336,9 +344,16 @@ class _PlanBuilder:
         phases = estimate_phases(memory, loads, passes, seconds)
         host = Capacity("main memory", self._base + free_host_memory(), request.host_limit)
         self._notes.extend(shortages(phases, host, self._device))
-        copied = {one.name: sum(each.nbytes for each in one.tensors.values()) for one in planned}
 
         def run_of(passes: Passes, ranks: int) -> RankRun:
+            copied = {
+                name: {key: one.nbytes for key, one in module.named_parameters(recurse=False)}
+                for part in parts
+                for name, module in part.modules.items()
+            }
+            copied |= {
+                one.name: {k: each.nbytes for k, each in one.tensors.items()} for one in planned
+            }
             work = divisible_work(
                 passes, self._batches, *work_of(passes), copied, output.written_units
             )
@@ -437,7 +452,8 @@ class _PlanBuilder:
         elif self._request.pipeline not in BY_BLOCK:
             why = f"the {self._request.pipeline} pipeline needs all samples in one process"
         for one in self._request.modifiers:
-            if one.traits.data is not DataUse.NONE and not one.traits.over_ranks:
+            is_alone = one.traits.over_ranks is Solving.ALONE
+            if one.traits.data is not DataUse.NONE and is_alone:
                 why = f"{type(one).__name__} needs all samples in one process"
         if why:
             self._notes.append(f"Several ranks would not share the work: {why}.")

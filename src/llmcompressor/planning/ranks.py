@@ -4,12 +4,14 @@
 A rank runs its share of the calibration batches. At a stop the statistics of each group of modules
 are summed at the rank that owns the group (reduce); the owner solves it and sends the result to all
 (broadcast). The letters are P for the ranks, L for the ranks of a node, N for the nodes, and for a
-group S for the bytes of its statistics and W for those of its solved tensors in memory.
+group S for the bytes of its statistics and W for those of its solved tensors in memory. What all
+ranks work on (``Solving.ALL``) has statistics of A bytes, which are summed at all of them.
 
 =========  ==============================  ===============================  ===========
            a rank sends                    a rank receives                  all send
 =========  ==============================  ===============================  ===========
 reduce     S of each group of others       (P - 1) S of each group it owns  (P - 1) Σ S
+to all     2 A (P - 1) / P                 the same                         2 (P - 1) Σ A
 broadcast  W to each child in a group's    W of each group of others        (P - 1) Σ W
            tree
 =========  ==============================  ===============================  ===========
@@ -21,8 +23,10 @@ another, as operations of :class:`.Ranks` do, and are solved by their owners at 
 calibrate  forwards of the largest share of the batches
 solve      statistics of that share; Σ over stops of the most that one rank solves; and what
            each rank does by itself, which is all that needs no data
-reduce     Σ max((L - 1) S / within, (P - L) S / between), which an owner receives
-broadcast  Σ W (⌈log₂ L⌉ / within + ⌈log₂ N⌉ / between), the levels of a tree
+reduce     Σ max((L - 1) S / within, (P - L) S / between), which an owner receives; and to all
+           Σ 2 A max((L - 1) / within, L (P - L) / between) / P
+broadcast  Σ W Σ over the ⌈log₂ P⌉ levels of the tree of max(1 / within, K / between), where K
+           copies at most enter or leave a node
 learn      as of one rank
 load       as of one rank: each node reads all weights, and the nodes do so at the same time
 save       rounding and packing of the largest share; the disk is as fast as for one rank
@@ -38,6 +42,7 @@ main memory and an accelerator, and what else uses the links.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapreplace
@@ -58,12 +63,12 @@ from llmcompressor.planning.result import (
 from llmcompressor.planning.workload import BlockWork, Stop, Traffic, estimate_time
 from llmcompressor.runtime.collectives import PANEL, tree_children
 
-WITHIN = {"cuda": 50.0, "cpu": 1.0}
+WITHIN = {"cuda": 50.0, "cpu": 0.5}
 BETWEEN = {"cuda": 12.5, "cpu": 1.25}
 """Speed of links by default in 10⁹ bytes per second, by type of device: of one rank to others of
 its node, and into or out of a node. For ``cuda`` links between devices of which a collective gets
 what older NVLink gives at least, and a network of 100 Gb/s; for ``cpu`` gloo through the loopback
-as measured, and a network of 10 Gb/s."""
+as measured (0.4 for sums, 0.8 for copies), and a network of 10 Gb/s."""
 _WORTH = 0.9
 """A doubling pays if the run then takes at most this share of the time."""
 _PANELS = 2
@@ -148,6 +153,8 @@ class OwnedGroup:
         name: of its stop, and its number there.
         solving: multiply-adds of its owner.
         summed: S, bytes of its statistics as a rank sends them.
+        spread: A, the same of statistics that all ranks need.
+        repeated: multiply-adds of every rank.
         copied: W, bytes of its solved tensors as they are in memory.
     """
 
@@ -155,6 +162,8 @@ class OwnedGroup:
     solving: int = 0
     summed: int = 0
     copied: int = 0
+    spread: int = 0
+    repeated: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +243,7 @@ def rank_loads(work: RankWork, ranks: int) -> list[RankLoad]:
         owned[rank].append(group)
     summed = [sum(group.summed for group in own) for own in owned]
     copied = [sum(group.copied for group in own) for own in owned]
+    spread = 2 * sum(group.spread for group in work.groups) * (ranks - 1) // ranks
     written = [0] * ranks
     for rank, size in zip(
         least_loaded([*work.stored.items()], ranks), work.stored.values(), strict=True
@@ -247,8 +257,8 @@ def rank_loads(work: RankWork, ranks: int) -> list[RankLoad]:
             forward[rank] + statistics[rank],
             sum(group.solving for group in own),
             written[rank],
-            reduce_sent=sum(summed) - summed[rank],
-            reduce_received=(ranks - 1) * summed[rank],
+            reduce_sent=sum(summed) - summed[rank] + spread,
+            reduce_received=(ranks - 1) * summed[rank] + spread,
             broadcast_sent=sum(
                 tree_children((rank - owner) % ranks, ranks) * size
                 for owner, size in enumerate(copied)
@@ -306,11 +316,42 @@ def wire_seconds(work: RankWork, ranks: int, nodes: int, links: Links) -> dict[s
     if ranks == 1:
         return {}
     local = -(-ranks // nodes)
-    summed = sum(group.summed for group in work.groups)
-    copied = sum(group.copied for group in work.groups)
+    summed, copied = sum(group.summed for group in work.groups), [0] * ranks
+    for owner, group in zip(owners(work.groups, ranks), work.groups, strict=True):
+        copied[owner] += group.copied
     received = max((local - 1) / links.within, (ranks - local) / links.between)
-    levels = (local - 1).bit_length() / links.within + (nodes - 1).bit_length() / links.between
-    return {"reduce": summed * received, "broadcast": copied * levels}
+    spread = 2 * sum(group.spread for group in work.groups) / ranks
+    exchanged = max((local - 1) / links.within, local * (ranks - local) / links.between)
+    return {
+        "reduce": summed * received + spread * exchanged,
+        "broadcast": sum(
+            size * broadcast_seconds(owner, ranks, local, links)
+            for owner, size in enumerate(copied)
+        ),
+    }
+
+
+def broadcast_seconds(owner: int, ranks: int, local: int, links: Links) -> float:
+    """Seconds to copy a byte of one rank to all, level by level of the tree.
+
+    Args:
+        owner: the rank.
+        ranks: number of ranks.
+        local: number of them on a node.
+        links: between them; those of a node share one link to the others.
+    """
+    seconds = 0.0
+    for level in range((ranks - 1).bit_length()):
+        senders = range(min(1 << level, ranks - (1 << level)))
+        nodes = [
+            tuple((place + owner) % ranks // local for place in (sender, sender + (1 << level)))
+            for sender in senders
+        ]
+        crossing = [pair for pair in nodes if pair[0] != pair[1]]
+        each_way = [Counter(pair[end] for pair in crossing).values() for end in (0, 1)]
+        busiest = max((number for way in each_way for number in way), default=0)
+        seconds += max((len(crossing) < len(nodes)) / links.within, busiest / links.between)
+    return seconds
 
 
 # --------------------
@@ -375,7 +416,7 @@ def divisible_work(
     operations: Operations,
     steps: int,
     traffic: Traffic,
-    copied: Mapping[str, int],
+    copied: Mapping[str, Mapping[str, int]],
     stored: Mapping[str, int],
 ) -> RankWork:
     """The work of a run, with the shares of groups and what statistics take apart.
@@ -386,7 +427,8 @@ def divisible_work(
         operations: of one rank that does all, like the next two.
         steps: number of batches at all stops.
         traffic: disk traffic and overhead.
-        copied: bytes of each module's solved tensors in memory, by name.
+        copied: module → tensor → bytes in memory, when it is solved. Where no weight changes at its
+            stop, each rank rounds those that it writes.
         stored: bytes of what is packed and written at once.
     """
     running = [work for one, works in passes if one.forwards for work in works]
@@ -397,14 +439,21 @@ def divisible_work(
                 f"{stop.shares[0].names[0]} {number}",
                 group.solving,
                 group.summed,
-                sum(copied.get(name, 0) for name in group.names),
+                sum(
+                    size
+                    for name in group.names
+                    for key, size in copied.get(name, {}).items()
+                    if group.changes or key not in ("weight", "bias")
+                ),
+                group.spread,
+                group.repeated,
             )
             for number, group in enumerate(stop.shares)
         ]
         for stop in stops
     ]
-    solving = sum(group.solving for stop in groups for group in stop)
-    statistics = sum(stop.cost.flops for stop in stops) - solving
+    fixed = sum(group.solving + group.repeated for stop in groups for group in stop)
+    statistics = sum(stop.cost.flops for stop in stops) - fixed
     return RankWork(
         stops=groups,
         batches=batches,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import Embedding, Linear, Module
 
-from llmcompressor.core.contract import Cost, DataSize, Granularity
+from llmcompressor.core.contract import Cost, DataSize, Edits, Granularity, Solving, Traits
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import sub_blocks
@@ -68,17 +68,37 @@ def read_widths(config: Any) -> Widths:
 
 @dataclass(frozen=True)
 class GroupShare:
-    """What one group of modules adds to a stop: the rank that owns it solves it alone.
+    """What one group of modules adds to a stop, if ranks share the run.
 
     Attributes:
         names: of the modules.
-        solving: multiply-adds that do not grow with the data.
-        summed: bytes of its statistics, as a rank sends them to the owner.
+        solving: multiply-adds of the rank that owns it, which do not grow with the data.
+        repeated: the same of what all ranks do.
+        summed: bytes of statistics that the owner needs, as a rank sends them.
+        spread: the same of those that all ranks need.
+        changes: the owner changes weights at the stop, which the others get.
     """
 
     names: Sequence[str]
     solving: int
+    repeated: int
     summed: int
+    spread: int
+    changes: bool
+
+    def more(self, traits: Traits, flops: int, summed: int) -> GroupShare:
+        """Return this with what a modifier adds."""
+        if traits.over_ranks is Solving.ALL:
+            return replace(self, repeated=self.repeated + flops, spread=self.spread + summed)
+        return replace(
+            self,
+            solving=self.solving + flops,
+            summed=self.summed + summed,
+            changes=self.changes or Edits.AT_ONCE in traits.edits,
+        )
+
+
+_NO_SHARE = GroupShare((), 0, 0, 0, 0, changes=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,13 +268,13 @@ class BlockWorks:
         }
 
     def _stop(self, groups: Sequence[Sequence[str]], own: Mapping[str, Module]) -> Stop:
-        cost, solving, summed = Cost(), Counter[int](), Counter[int]()
+        cost, found = Cost(), [_NO_SHARE] * len(groups)
         for place, modifier, members, data in self._solved(groups, own):
-            found = modifier.cost(members, data)
-            cost += found
+            one = modifier.cost(members, data)
+            cost += one
             if self.by_group:
-                solving[place] += modifier.cost(members, replace(data, tokens=0)).flops
-                summed[place] += found.summed_bytes
+                fixed = modifier.cost(members, replace(data, tokens=0)).flops
+                found[place] = found[place].more(modifier.traits, fixed, one.summed_bytes)
         inside = {
             position for group in groups for name in group for position in self.owners[own[name]]
         }
@@ -264,8 +284,7 @@ class BlockWorks:
             cost=cost,
             data_on_host=any(str(one).startswith("cpu") for one in places),
             shares=[
-                GroupShare(tuple(group), solving[place], summed[place])
-                for place, group in enumerate(groups)
+                replace(one, names=tuple(group)) for one, group in zip(found, groups, strict=True)
             ]
             if self.by_group
             else (),
