@@ -67,6 +67,7 @@ def compress(recipe: dict[str, Any], model: Any = None, *, parts: bool, **given:
         dataset=rows(parts=parts),
         num_calibration_samples=SAMPLES,
         shuffle_calibration_samples=False,
+        propagate_error=False,  # else one code that differs changes all that come behind it
         **given,
     )
 
