@@ -117,7 +117,7 @@ class Runs:
     def _run(
         self, count: int, modifiers: dict[str, Any], name: str, **given: Any
     ) -> tuple[Path, Tensor]:
-        output = self._work / f"{'-'.join(modifiers)}-{name}"
+        output = self._work / f"{len(list(self._work.iterdir())):03}-{name}"
         found = self._groups[count](compress, str(self._model), output, modifiers, **given)
         assert all(isinstance(one, tuple) for one in found), found
         told, of_model = zip(*found, strict=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,7 @@ from llmcompressor.core.contract import (
     Granularity,
     RecipeRules,
     Selection,
+    Solving,
     Traits,
 )
 from llmcompressor.core.events import Event
@@ -47,6 +48,7 @@ from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modeling.matching import check_targets, match_named_modules
 from llmcompressor.modeling.names import named_modules, own_parameters
 from llmcompressor.observers.input_statistics import InputCollector
+from llmcompressor.runtime.collectives import Ranks
 
 
 def quantized_modules(state: State) -> set[Module]:
@@ -86,6 +88,7 @@ class SmoothingMixin(Modifier):
     _by_reader: dict[Module, list[SmoothSet]] = PrivateAttr(default_factory=dict)
     _scales: dict[SmoothSet, Tensor] = PrivateAttr(default_factory=dict)
     _records: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
+    _ranks: Ranks = PrivateAttr(default_factory=Ranks)
 
     # ------------------------------------------------------------------ overridden by a technique
 
@@ -142,13 +145,15 @@ class SmoothingMixin(Modifier):
     def traits(self) -> Traits:
         """It observes the inputs of single Linears, and scales sets when their block is left.
 
-        A pass that has run the norm must meet Linears that are not scaled yet.
+        A pass that has run the norm must meet Linears that are not scaled yet. All ranks scale
+        the modules of a set, which may have several owners.
         """
         return Traits(
             data=DataUse.STREAM,
             granularity=Granularity.LINEAR,
             edits=Edits.INPUTS,
             by_block=True,
+            over_ranks=Solving.ALL,
         )
 
     def select(self, state: State) -> Selection:
@@ -286,6 +291,7 @@ class SmoothingMixin(Modifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Hook the inputs, once for all Linears that share a tensor."""
+        self._ranks = state.run.ranks or Ranks()
         observed = set(self.observed_modules())
         order = state.calibration.call_order
         self._inputs = InputCollector(self.new_statistics, observed.__contains__, order)
@@ -313,6 +319,16 @@ class SmoothingMixin(Modifier):
 
     def _hook(self, state: State) -> Any:
         return self._inputs.hook(state)
+
+    def sum_collected(
+        self,
+        state: State,
+        ranks: Ranks,
+        modules: Sequence[Module],
+        owner_of: Callable[[Module], int],
+    ) -> None:
+        """Sum the statistics of inputs, on all ranks."""
+        self._inputs.sum_over(ranks, modules)
 
     def sets_read_by(self, module: Module) -> Sequence[SmoothSet]:
         """The sets to smooth that have ``module`` among their readers."""
@@ -349,7 +365,10 @@ class SmoothingMixin(Modifier):
             return
         if not bool((torch.isfinite(scale_C) & (scale_C > 0)).all()):
             raise NonFiniteError(f"The scales found for {one} are not positive numbers.")
-        self._scales[one] = scale_C
+        # whatever a processor rounds otherwise, all ranks take one scale
+        sent = {"scale": scale_C} if self._ranks.rank == 0 else {}
+        got = self._ranks.broadcast_from(0, sent, what=f"scale of {one.name}")
+        self._scales[one] = got["scale"].to(scale_C.device)
 
     def _free_statistics(self, came: Iterable[Module]) -> None:
         """Free the statistics of ``came``, and of what is smoothed with it, if that is all done."""

@@ -305,13 +305,13 @@ class InputCollector(Generic[Statistics]):
 
         Args:
             ranks: the ranks of the run; all call it with the same modules in the same order.
-            modules: the modules.
+            modules: the modules; those that are not observed do not count.
             owner_of: the rank that gets the sums of a leader, and alone keeps any; ``None``: all
                 do.
         """
         if ranks.count == 1:
             return
-        for place, leader in enumerate(self.leaders(modules)):
+        for place, leader in enumerate(self.leaders(filter(self._observes, modules))):
             found: Any = self._found.get(leader)
             own = [0, 0] if found is None else [found.columns, int(getattr(found, "is_twin", 0))]
             what = f"inputs of module {place}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.support.rank_group import Group, group_of
 from tests.support.rank_runs import Runs
+from tests.support.small_models import mixture
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +29,11 @@ def runs(
 ) -> Runs:
     """Runs of a random two-layer Llama."""
     return Runs(groups, llama_folder, tmp_path_factory.mktemp("outputs"))
+
+
+@pytest.fixture(scope="module")
+def mixture_runs(groups: dict[int, Group], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs of a block with eight experts."""
+    model = tmp_path_factory.mktemp("mixture")
+    mixture(blocks=1).save_pretrained(model)
+    return Runs(groups, model, tmp_path_factory.mktemp("outputs"))

@@ -43,6 +43,7 @@ from llmcompressor.modifiers.awq.parents import (
 )
 from llmcompressor.numerics.awq import (
     Bounds,
+    ErrorOf,
     Round,
     RoundWithin,
     StackedLinears,
@@ -63,6 +64,7 @@ from llmcompressor.quantization.parameters import (
     weight_amax,
     weight_of,
 )
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.registry import UserOverrides
 from llmcompressor.schemes.bridge import needs_global_scale, partition_of
 
@@ -141,12 +143,20 @@ class _InputMoments:
     def __init__(self, columns: int, device: torch.device | str, name: str) -> None:
         self._statistics = InputStatistics(columns, device, name=name)
         self._sizes_C = torch.zeros(columns, dtype=torch.float32, device=device)
+        self.columns = columns
+        self._name = name
 
     def update(self, input_TC: Tensor) -> None:
         """Accumulate the tokens of one batch, ``[T, C]``."""
         self._statistics.update(input_TC)
         sizes_C = input_TC.abs().sum(dim=0, dtype=torch.float32)
         self._sizes_C += sizes_C.to(self._sizes_C.device)
+
+    def sum_over(self, ranks: Ranks, owner: int | None = None) -> None:
+        """Add what all ranks have accumulated, on each of them."""
+        self._statistics.sum_over(ranks)
+        what = f"sizes of the inputs of {self._name}"
+        self._sizes_C = ranks.sum_all(self._sizes_C, what=what)
 
     @property
     def tokens(self) -> int:
@@ -384,14 +394,17 @@ class AWQModifier(SmoothingMixin):
         ones_C = torch.ones(one.columns, device=weights[0].device)
         if self._parents is None:
             error_of = output_error_from_gram(list(_balance_batches(members, tallies)))
-            found = choose_scale(error_of, grid, ones_C)
+            found = choose_scale(self._shared_by_candidates(error_of), grid, ones_C)
         else:
             rounds = {each: _rounding(each) for each in members}
             with self._parents.error_of(one, rounds) as error_of:
-                found = choose_scale(error_of, grid, ones_C)
+                found = choose_scale(self._shared_by_samples(error_of), grid, ones_C)
             self._parents.drop(one)
         # balance layers with separate inputs count the same tokens again; their parent does not
-        judged = tokens if self._parents is None else self._parents.tokens
+        judged = tokens
+        if self._parents is not None:
+            own = torch.tensor(self._parents.tokens)
+            judged = int(self._ranks.sum_all(own, what="tokens of a parent"))
         self._records[one.name] = {
             "tokens": tokens,
             "readers": list(one.balance),
@@ -401,6 +414,28 @@ class AWQModifier(SmoothingMixin):
             "error_unscaled": found.before / judged,
         }
         return found.scale_C
+
+    def _shared_by_candidates(self, error_of: ErrorOf) -> ErrorOf:
+        """Evaluate on each rank, which all have the sums, a part of the candidates."""
+        rank, count = self._ranks.rank, self._ranks.count
+
+        def shared(scale_KC: Tensor) -> list[float]:
+            own_KC = scale_KC[rank::count]
+            own = error_of(own_KC) if len(own_KC) else []
+            every = self._ranks.exchange(own, what="errors of candidates")
+            return [every[k % count][k // count] for k in range(len(scale_KC))]
+
+        return shared
+
+    def _shared_by_samples(self, error_of: ErrorOf) -> ErrorOf:
+        """Add the errors of the samples of all ranks."""
+
+        def shared(scale_KC: Tensor) -> list[float]:
+            own_K = torch.tensor(error_of(scale_KC), dtype=torch.float64)
+            found: list[float] = self._ranks.sum_all(own_K, what="errors of candidates").tolist()
+            return found
+
+        return shared
 
     @torch.no_grad()
     def after_scales(self) -> None:
@@ -430,11 +465,22 @@ class AWQModifier(SmoothingMixin):
             gram_CC = gram_CC / scale_C / scale_C.unsqueeze(-1)
         group = _columns_per_scale(members[0]) or weight_RC.shape[-1]
         group = min(group, weight_RC.shape[-1])
-        found = clip_bounds(weight_RC, gram_CC, _rounding_within(members[0], weight_RC), group)
+        round_ = _rounding_within(members[0], weight_RC)
+        own_RC = weight_RC.tensor_split(self._ranks.count)[self._ranks.rank]
+        found = self._gathered(clip_bounds(own_RC, gram_CC, round_, group))
         rows = [len(weight_of(module)) for module in members]
         parts = zip(torch.split(found.low_RN, rows), torch.split(found.high_RN, rows), strict=True)
         for module, (low_RN, high_RN) in zip(members, parts, strict=True):
             self._bounds[module] = Bounds(low_RN, high_RN)
+
+    def _gathered(self, own: Bounds) -> Bounds:
+        """The bounds of all rows, of which each rank has a part."""
+        own_2RN, parts = torch.stack(own), []
+        for rank in range(self._ranks.count):
+            sent = {"bounds": own_2RN} if rank == self._ranks.rank else {}
+            got = self._ranks.broadcast_from(rank, sent, what="bounds of clipping")
+            parts.append(got["bounds"].to(own_2RN.device))
+        return Bounds(*torch.cat(parts, dim=1))
 
     # ------------------------------------------------------------------ after
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from llmcompressor.core.contract import (
     Granularity,
     RecipeRules,
     Selection,
+    Solving,
     Traits,
 )
 from llmcompressor.core.events import Event
@@ -45,6 +46,7 @@ from llmcompressor.modifiers.reap.layers import (
     run_experts,
 )
 from llmcompressor.numerics.reap import Saliency, dropped_experts
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.progress import join_names
 
 _LOOKS = 40
@@ -81,6 +83,7 @@ class REAPPruningModifier(Modifier):
     _in_blocks: bool = PrivateAttr(default=False)
     """Whether a block itself holds router and experts, and not a part of it."""
     _found: dict[Module, Saliency] = PrivateAttr(default_factory=dict)
+    _summed: set[Module] = PrivateAttr(default_factory=set)
     _kept: dict[Module, Sequence[int]] = PrivateAttr(default_factory=dict)
     _records: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
 
@@ -97,13 +100,15 @@ class REAPPruningModifier(Modifier):
     def traits(self) -> Traits:
         """The saliency of an expert depends on its tokens, and is complete with its block.
 
-        The MoE is rerun with its router, to route anew after its experts are dropped.
+        The MoE is rerun with its router, to route anew after its experts are dropped. All ranks
+        drop them.
         """
         return Traits(
             data=DataUse.STREAM,
             granularity=Granularity.BLOCK if self._in_blocks else Granularity.SUB_BLOCK,
             edits=Edits.AT_ONCE | Edits.INPUTS | Edits.STRUCTURE,
             by_block=True,
+            over_ranks=Solving.ALL,
             files={} if self.report_path is None else {"report_path": self.report_path},
         )
 
@@ -251,6 +256,22 @@ class REAPPruningModifier(Modifier):
 
         return count
 
+    def sum_collected(
+        self,
+        state: State,
+        ranks: Ranks,
+        modules: Sequence[Module],
+        owner_of: Callable[[Module], int],
+    ) -> None:
+        """Sum saliencies, on all ranks."""
+        for layer in self._mine(modules):
+            found = self._found.get(layer.experts)
+            if found is not None and layer.experts not in self._summed:
+                self._summed.add(layer.experts)
+                what = f"saliencies of the experts of {layer.name}"
+                found.sum_E = ranks.sum_all(found.sum_E, what=what)
+                found.count_E = ranks.sum_all(found.count_E, what=what)
+
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
     ) -> None:
@@ -290,7 +311,8 @@ class REAPPruningModifier(Modifier):
         self.remove_hooks()
         self.finish(state, list(self._layers))
         self._tell(state.model)
-        if self.report_path is not None:
+        is_first = state.run.ranks is None or state.run.ranks.rank == 0
+        if self.report_path is not None and is_first:
             left = {
                 layer.name.rpartition(".")[0]: list(self._kept[layer.experts])
                 for layer in self._layers.values()

@@ -34,6 +34,7 @@ from llmcompressor.numerics.smoothing import (
 )
 from llmcompressor.observers.tokens import split_batches
 from llmcompressor.quantization.parameters import weight_of
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.registry import UserOverrides
 
 _Names = Annotated[
@@ -105,7 +106,7 @@ class _Extremes:
     """Minimum and maximum of every channel."""
 
     def __init__(self, columns: int, device: torch.device, name: str) -> None:
-        self.tokens = 0
+        self.tokens, self.columns = 0, columns
         self._name = name
         self._least_C = torch.full((columns,), torch.inf, device=device)
         self._greatest_C = torch.full((columns,), -torch.inf, device=device)
@@ -118,6 +119,13 @@ class _Extremes:
         least_C, greatest_C = input_TC.detach().aminmax(dim=0)
         self._least_C = torch.minimum(self._least_C, least_C.float())
         self._greatest_C = torch.maximum(self._greatest_C, greatest_C.float())
+
+    def sum_over(self, ranks: Ranks, owner: int | None = None) -> None:
+        """Take the extremes of all ranks, on each of them."""
+        what = f"extremes of the inputs of {self._name}"
+        self._least_C = ranks.min_all(self._least_C, what=what)
+        self._greatest_C = ranks.max_all(self._greatest_C, what=what)
+        self.tokens = int(ranks.sum_all(torch.tensor(self.tokens), what=what))
 
     @property
     def range(self) -> Tensor:
@@ -220,7 +228,7 @@ class SmoothQuantModifier(SmoothingMixin):
             parts = list(split_batches(tensor, state.calibration.token_mask, sizes))
             each = len(sizes) if sizes is not None and len(parts) == 1 else 1
             for part, mask in parts:
-                if seen.get(module, 0) < limit:
+                if seen.get(module, 0) * self._ranks.count + self._ranks.rank < limit:
                     self._inputs.add(module, part, mask)
                 seen[module] = seen.get(module, 0) + each
 

@@ -301,11 +301,10 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         owner_of: Callable[[Module], int],
     ) -> None:
         """Sum the statistics of inputs at the owners; those of a profile at all ranks."""
-        mine = [module for module in modules if module in self._layers.names]
         if self._is_surveying:
-            self._inputs.sum_over(ranks, mine)
+            self._inputs.sum_over(ranks, modules)
         else:
-            self._inputs.sum_over(ranks, mine, owner_of)
+            self._inputs.sum_over(ranks, modules, owner_of)
 
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are rounded for what ranks observe together, or for nothing, are the same."""
+
+from __future__ import annotations
+
+from tests.support.rank_runs import LINEARS
+
+BY_IMPORTANCE = {
+    "targets": ["Linear"],
+    "weights": {
+        "num_bits": 4,
+        "strategy": "group",
+        "group_size": 128,
+        "symmetric": True,
+        "observer": "imatrix_mse",
+    },
+}
+
+
+def test_an_observer_that_weighs_errors_by_inputs(runs):
+    schemes = {"config_groups": {"group_0": BY_IMPORTANCE}, "ignore": ["lm_head"]}
+    runs.check({"QuantizationModifier": schemes})
+
+
+def test_hqq_after_a_technique_that_needs_data(runs):
+    hqq = {**LINEARS, "scheme": "W4A16_ASYM", "iters": 4}
+    runs.check({"SmoothQuantModifier": {}, "HQQModifier": hqq}, most=0)
