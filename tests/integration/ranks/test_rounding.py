@@ -25,3 +25,14 @@ def test_an_observer_that_weighs_errors_by_inputs(runs):
 def test_hqq_after_a_technique_that_needs_data(runs):
     hqq = {**LINEARS, "scheme": "W4A16_ASYM", "iters": 4}
     runs.check({"SmoothQuantModifier": {}, "HQQModifier": hqq}, most=0)
+
+
+def test_hqq_with_activation_scales_of_data(runs):
+    grid = {"num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "strategy": "channel", "symmetric": True},
+        "input_activations": grid,
+    }
+    schemes = {"config_groups": {"group_0": group}, "ignore": ["lm_head"], "iters": 4}
+    runs.check({"HQQModifier": schemes}, most=0)

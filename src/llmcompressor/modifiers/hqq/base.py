@@ -23,6 +23,7 @@ from llmcompressor.core.contract import (
     DataSize,
     Edits,
     RecipeRules,
+    Solving,
     Traits,
 )
 from llmcompressor.core.modifier import RecordedMixin
@@ -96,7 +97,7 @@ class HQQModifier(RecordedMixin, QuantizationMixin):
     @property
     def traits(self) -> Traits:
         """Weights are rounded when their block is finished."""
-        return replace(super().traits, edits=Edits.NONE)
+        return replace(super().traits, edits=Edits.NONE, over_ranks=Solving.OWNER)
 
     @property
     def records(self) -> dict[str, RefineRecord]:
