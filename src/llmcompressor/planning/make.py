@@ -66,6 +66,7 @@ from llmcompressor.planning.sizes import Output, predict_output, serving_notes
 from llmcompressor.planning.subject import Part, PlannedModel
 from llmcompressor.planning.trial import SchemeCost, measure_scheme
 from llmcompressor.planning.workload import (
+    GroupShare,
     Traffic,
     count_operations,
     estimate_time,
@@ -355,7 +356,12 @@ class _PlanBuilder:
                 one.name: {k: each.nbytes for k, each in one.tensors.items()} for one in planned
             }
             work = divisible_work(
-                passes, self._batches, *work_of(passes), copied, output.written_units
+                passes,
+                self._batches,
+                *work_of(passes),
+                copied,
+                output.written_units,
+                self._shares_by_block(parts),
             )
             return RankRun(work, *peaks_of_rank(memory, loads, passes, work.share(ranks)))
 
@@ -435,7 +441,8 @@ class _PlanBuilder:
         if layout.ranks == 1 or not self._is_shared:
             return None
         with self._recording("ranks"):
-            layout.check_batches(self._batches)
+            if request.tokens is not None:
+                layout.check_batches(self._batches)
             runs = {}
             for ranks in layout.counts():
                 passes = plan_passes(request.modifiers, replace(context, ranks=ranks))
@@ -443,13 +450,32 @@ class _PlanBuilder:
             return plan_ranks(layout, runs, rates, layout.links(request.device.type))
         return None
 
+    def _shares_by_block(self, parts: Sequence[Part]) -> list[list[GroupShare]]:
+        """Of a run without data, what each module adds to its block, which is done at once."""
+        if self._request.tokens is not None:
+            return []
+        owning = [one for one in self._ready if one.traits.over_ranks is Solving.OWNER]
+        chosen = {inner for one in owning for inner in one.select(self._state).modules}
+        shares = [
+            [
+                GroupShare(
+                    (name,),
+                    sum(one.cost([inner], DataSize()).flops for one in owning),
+                    *(0, 0, 0),
+                    changes=False,
+                )
+                for name, inner in part.modules.items()
+                if inner in chosen
+            ]
+            for part in parts
+        ]
+        return [block for block in shares if block]
+
     @property
     def _is_shared(self) -> bool:
         """Whether several ranks share the work of the run; a note says why not."""
         why = ""
-        if self._request.tokens is None:
-            why = "nothing of the recipe needs data"
-        elif self._request.pipeline not in BY_BLOCK:
+        if self._request.pipeline not in BY_BLOCK:
             why = f"the {self._request.pipeline} pipeline needs all samples in one process"
         for one in self._request.modifiers:
             is_alone = one.traits.over_ranks is Solving.ALONE

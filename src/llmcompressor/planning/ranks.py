@@ -60,7 +60,7 @@ from llmcompressor.planning.result import (
     RankPlan,
     Rates,
 )
-from llmcompressor.planning.workload import BlockWork, Stop, Traffic, estimate_time
+from llmcompressor.planning.workload import BlockWork, GroupShare, Stop, Traffic, estimate_time
 from llmcompressor.runtime.collectives import PANEL, tree_children
 
 WITHIN = {"cuda": 50.0, "cpu": 0.5}
@@ -194,8 +194,8 @@ class RankWork:
         return [group for stop in self.stops for group in stop]
 
     def share(self, ranks: int) -> float:
-        """The largest share of the batches that a rank has."""
-        return -(-self.batches // ranks) / self.batches
+        """The largest share of the batches that a rank has; all of them without data."""
+        return -(-self.batches // ranks) / self.batches if self.batches else 1.0
 
 
 # --------------------
@@ -418,6 +418,7 @@ def divisible_work(
     traffic: Traffic,
     copied: Mapping[str, Mapping[str, int]],
     stored: Mapping[str, int],
+    blocks: Sequence[Sequence[GroupShare]] = (),
 ) -> RankWork:
     """The work of a run, with the shares of groups and what statistics take apart.
 
@@ -430,13 +431,14 @@ def divisible_work(
         copied: module → tensor → bytes in memory, when it is solved. Where no weight changes at its
             stop, each rank rounds those that it writes.
         stored: bytes of what is packed and written at once.
+        blocks: of a run without data, the modules of each block.
     """
     running = [work for one, works in passes if one.forwards for work in works]
     stops = [stop for work in running for stop in work.stops]
     groups = [
         [
             OwnedGroup(
-                f"{stop.shares[0].names[0]} {number}",
+                f"{shares[0].names[0]} {number}",
                 group.solving,
                 group.summed,
                 sum(
@@ -448,11 +450,11 @@ def divisible_work(
                 group.spread,
                 group.repeated,
             )
-            for number, group in enumerate(stop.shares)
+            for number, group in enumerate(shares)
         ]
-        for stop in stops
+        for shares in [*(stop.shares for stop in stops), *blocks]
     ]
-    fixed = sum(group.solving + group.repeated for stop in groups for group in stop)
+    fixed = sum(one.solving + one.repeated for stop in stops for one in stop.shares)
     statistics = sum(stop.cost.flops for stop in stops) - fixed
     return RankWork(
         stops=groups,
