@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -51,6 +52,8 @@ _LOOK = 0.5
 """Seconds between two looks for failures of other ranks."""
 _GRACE = 1.0
 """Seconds in which the ranks that are left report that a connection broke."""
+_BAND = 64
+"""Columns of a triangle that are taken at once: a square of them is small beside what is below."""
 _DIGEST, _RECORD = 16, 24
 """Bytes of the digest of an operation, and of the record that ranks compare before it."""
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -489,30 +492,36 @@ class _Columns:
     """Columns of the lower triangle of a symmetric matrix, from the diagonal down."""
 
     def __init__(self, start: int, stop: int) -> None:
-        self._start, self._stop = start, stop
+        self._bands = [(at, min(at + _BAND, stop)) for at in range(start, stop, _BAND)]
 
     def pack(self, tensor: Tensor) -> Tensor:
         """The elements as a vector of its own."""
-        own, below = self._parts(tensor)
-        return torch.cat([own[self._lower(own)], below.reshape(-1)])
+        parts = []
+        for start, stop in self._bands:
+            own = tensor[start:stop, start:stop]
+            parts += [own[_lower(stop - start, own.device)], tensor[stop:, start:stop].reshape(-1)]
+        return torch.cat(parts)
 
     def unpack(self, flat: Tensor, whole: Tensor) -> None:
         """Write the elements to their place, and to the mirrored one."""
-        own, below = self._parts(whole)
-        lower = self._lower(own)
-        number = flat.numel() - below.numel()
-        own[lower] = flat[:number]
-        own.T[lower] = flat[:number]
-        below.copy_(flat[number:].reshape(below.shape))
-        whole[self._start : self._stop, self._stop :] = below.T
+        side = len(whole)
+        for start, stop in self._bands:
+            width = stop - start
+            sizes = [width * (width + 1) // 2, (side - stop) * width]
+            triangle, rest, flat = _split(flat, [*sizes, len(flat) - sum(sizes)])
+            own, (rows, columns) = whole[start:stop, start:stop], _lower(width, whole.device)
+            own[rows, columns] = triangle
+            own[columns, rows] = triangle
+            below = rest.view(side - stop, width)
+            whole[stop:, start:stop] = below
+            whole[start:stop, stop:] = below.T
 
-    def _parts(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        columns = slice(self._start, self._stop)
-        return matrix[columns, columns], matrix[self._stop :, columns]
 
-    @staticmethod
-    def _lower(square: Tensor) -> Tensor:
-        return torch.ones_like(square, dtype=torch.bool).tril()
+@cache
+def _lower(side: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the lower triangle of a small square."""
+    rows, columns = torch.tril_indices(side, side, device=device)
+    return rows, columns
 
 
 def _panels(tensor: Tensor, size: int, *, symmetric: bool) -> Iterator[_Part | _Columns]:
