@@ -214,6 +214,7 @@ class ExpertCalibration(HooksMixin):
                     total = self._ranks.sum_all(torch.tensor(mixture.tokens), what=what)
                     mixture.tokens[:] = total.tolist()
                 self._summed.add(mixture)
+                self._counted.add(mixture)
 
     def report_starved(self) -> None:
         """Report starved experts after a run without pauses, in which no policy can be applied.

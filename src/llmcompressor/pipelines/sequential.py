@@ -386,6 +386,7 @@ class _Stepper:
             self._count_routed_tokens(stop, unit)
             self._calibrate(stop, unit)
             modules = tuple(dict.fromkeys([*unit.stop.modules(), *modules]))
+            self.run.experts.sum_counts(modules)  # of experts whose tokens decide something
             _mark_stages_done(modules)
         if self.run.keeps_originals:
             self._keep_originals(unit)

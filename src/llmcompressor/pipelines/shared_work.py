@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from llmcompressor.core.contract import DataSize, Edits, Solving
+from llmcompressor.core.contract import DataSize, Edits, Solving, Traits
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.runtime.collectives import Ranks
@@ -52,10 +52,10 @@ class SharedWork:
         self._costs: dict[Module, int] = {}
         """Of the groups of this rank, by the first module."""
         self._is_shared = self.ranks.count > 1
-        by_owner = [one for one in modifiers if one.traits.over_ranks is Solving.OWNER]
-        at_stops = [one.traits.needs_data and Edits.AT_ONCE in one.traits.edits for one in by_owner]
-        self._changes_at_stops = any(at_stops)
-        self._changes_later = not all(at_stops)
+        shared = [one.traits for one in modifiers if one.traits.over_ranks is not Solving.ALONE]
+        by_owner = [one for one in shared if one.over_ranks is Solving.OWNER]
+        self._changes_at_stops = any(map(_changes_weights_at_stops, shared))
+        self._changes_later = not all(map(_changes_weights_at_stops, by_owner))
 
     def assign(self, groups: Iterable[tuple[str, Sequence[Module]]]) -> None:
         """Give each group, the most costly first, to the rank with the least to do.
@@ -186,6 +186,12 @@ class SharedWork:
                     found = self.ranks.broadcast_from(owner, tensors, what=what)
                     if not is_own:
                         _put(mine, found)
+
+
+def _changes_weights_at_stops(traits: Traits) -> bool:
+    """Return True if other ranks need weights at once; parts are removed on all of them."""
+    edits = traits.edits
+    return traits.needs_data and Edits.AT_ONCE in edits and Edits.STRUCTURE not in edits
 
 
 def _is_raw(module: Module) -> bool:

@@ -27,6 +27,7 @@ from llmcompressor.core.contract import (
     DataSize,
     Granularity,
     RecipeRules,
+    Solving,
     Traits,
 )
 from llmcompressor.core.events import Event
@@ -69,6 +70,7 @@ from llmcompressor.quantization.parameters import (
     uses_only_extremes,
     weight_of,
 )
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.bridge import grid_of
 
@@ -163,6 +165,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     _experts: dict[Module, int] = PrivateAttr(default_factory=dict)
     """Linear of an expert → how many experts its block has."""
     _shown: ExpertInputs = PrivateAttr(default_factory=lambda: _NONE_SHOWN)
+    _ranks: Ranks | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse weight observers that need to see inputs first."""
@@ -181,12 +184,16 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
 
     @property
     def traits(self) -> Traits:
-        """The objective is the output of whole blocks, compared with the original model's."""
+        """The objective is the output of whole blocks, compared with the original model's.
+
+        All ranks tune a block, with the gradients of all samples.
+        """
         return replace(
             super().traits,
             granularity=Granularity.BLOCK,
             whole_blocks=True,
             twin=True,
+            over_ranks=Solving.ALL,
         )
 
     def _needs_data(self) -> bool:
@@ -276,7 +283,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             if given is not None:
                 self._shown.add(module, real_tokens(given, state.calibration.token_mask))
 
-        self._order = state.calibration.call_order
+        self._order, self._ranks = state.calibration.call_order, state.run.ranks
         finished = state.run.block_source.finished
         places: dict[Module, ExpertPosition] = {}
         for block, name in find_blocks(state.model).items():
@@ -308,6 +315,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
                 _detached_on_cpu(kwargs),
                 state.calibration.token_mask,
                 reference,
+                (state.calibration.batch_numbers or (0,))[0],
             )
             self._calls.setdefault(module, []).append(call)
 
@@ -334,7 +342,8 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
                 "Put its modules on the ignore list.",
             )
         names = {module: f"{inner}.weight" for inner, module in block.named_modules()}
-        runner = BlockRunner(block, calls)
+        runner = BlockRunner(block, calls, self._ranks)
+        self._shown.sum_over(runner.ranks, members)
         nearest = {
             names[one]: nearest_initialization(
                 one,
@@ -362,7 +371,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         _warn_of_missing_gradients(name, tuned.unreached)
         if begun is not learned:
             begun, tuned = self._refine_last_linear(runner, learned, begun, tuned)
-        rows, error_begun = sum(call.rows for call in calls), sum(before) / runner.values
+        rows, error_begun = sum(runner.rows), sum(before) / runner.values
         for module in members:
             key = names[module]
             if key in held:
@@ -482,7 +491,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         self._blocks.clear()
         self._block_of.clear()
         self._shown = _NONE_SHOWN
-        self._order = None
+        self._order = self._ranks = None
 
 
 def _starts_by_name(begun: Mapping[str, InitialRounding]) -> dict[str, RoundingStart]:

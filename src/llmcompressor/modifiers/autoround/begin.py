@@ -30,6 +30,7 @@ from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.column_solver import Options, Problem, solve
 from llmcompressor.quantization.parameters import WeightParameters, weight_of
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, scale_format_of
 
 REFINEMENTS = 4
@@ -172,6 +173,23 @@ class _InputGroup:
         self.statistics: InputStatistics | None = None
         self.missing_CR: Tensor | None = None
 
+    def sum_over(self, ranks: Ranks) -> None:
+        """Add what all ranks have collected; one of them may have had no token."""
+        own = 0 if self.statistics is None else self.statistics.columns
+        what = f"inputs of {self.names[0]}"
+        columns = int(ranks.max_all(torch.tensor(own), what=what))
+        if columns and self.statistics is None:
+            self.statistics = self.new_statistics(columns)
+        if self.statistics is not None:
+            self.statistics.sum_over(ranks)
+        if self.missing_CR is not None:
+            self.missing_CR = ranks.sum_all(self.missing_CR, what=what)
+
+    def new_statistics(self, columns: int) -> InputStatistics:
+        """Statistics of no tokens yet."""
+        device = next(self.leader.parameters()).device
+        return InputStatistics(columns, device, twin=True, name=self.names[0])
+
     def clear(self) -> None:
         """Free the collected statistics."""
         self.statistics = self.missing_CR = None
@@ -228,11 +246,12 @@ def _is_added_to_output(runner: BlockRunner, linear: Module) -> bool:
         after_BTC = runner.run(call, {})
     finally:
         handle.remove()
-    if len(outputs) != 1 or outputs[0].shape != before_BTC.shape:
-        return False
-    added_BTC = outputs[0].float()
-    off_BTC = after_BTC.float() - before_BTC.float() - added_BTC
-    return bool(off_BTC.norm() <= _ADDED * added_BTC.norm())
+    found = len(outputs) == 1 and outputs[0].shape == before_BTC.shape
+    if found:
+        added_BTC = outputs[0].float()
+        off_BTC = after_BTC.float() - before_BTC.float() - added_BTC
+        found = bool(off_BTC.norm() <= _ADDED * added_BTC.norm())
+    return bool(runner.ranks.min_all(torch.tensor(found), what="sum that an output is added to"))
 
 
 def _collect_statistics(
@@ -260,6 +279,8 @@ def _collect_statistics(
                 product_CR = real_tokens(own[0], call.mask).float().mT @ missing_TC
                 present = group.missing_CR
                 group.missing_CR = product_CR if present is None else present.add_(product_CR)
+    for group in groups:
+        group.sum_over(runner.ranks)
 
 
 def _run_with_inputs(
@@ -292,9 +313,7 @@ def _accumulate_tokens(
         if routed or other.shape != tensor.shape:
             other = None
     if group.statistics is None:
-        group.statistics = InputStatistics(
-            tensor.shape[-1], tensor.device, twin=True, name=group.names[0]
-        )
+        group.statistics = group.new_statistics(tensor.shape[-1])
     reference = None if other is None else real_tokens(other, call.mask)
     group.statistics.update(real_tokens(tensor, call.mask), reference)
 

@@ -9,7 +9,7 @@ comes once before any comes again.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from llmcompressor.numerics.autoround import Gradients, RoundingParameters, Roun
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.parameters import weight_of
+from llmcompressor.runtime.collectives import Ranks
 
 # --------------------
 # Repeated runs of a block on its recorded calls with replaced weights.
@@ -46,12 +47,14 @@ class Call:
         mask: bool ``[batch, tokens]`` of the real tokens; ``None``: all are.
         reference: input of the block in the original model, in place of the first tensor; ``None``
             if it is the same.
+        number: place of its first sample among those of all ranks.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     mask: Tensor | None
     reference: Tensor | None = None
+    number: int = 0
 
     @property
     def original(self) -> Call:
@@ -81,18 +84,21 @@ class BlockRunner:
     Args:
         block: it is not changed.
         calls: at least one.
+        ranks: the ranks of the run, which all run the same blocks, each with calls of its own.
 
     Attributes:
         block: the same.
         calls: the same.
+        ranks: the same.
         targets: output of the original block for each call, ``[tokens, C]``, in main memory.
-        values: number of values in ``targets``.
-        seen: number of tokens.
+        rows: number of samples in each call of all ranks, in the order of the samples.
+        values: number of values in ``targets`` of all ranks.
+        seen: number of tokens of all ranks.
         experts: weight → its place in the MoE, for weights of experts.
     """
 
-    def __init__(self, block: Module, calls: Sequence[Call]) -> None:
-        self.block, self.calls = block, calls
+    def __init__(self, block: Module, calls: Sequence[Call], ranks: Ranks | None = None) -> None:
+        self.block, self.calls, self.ranks = block, calls, ranks or Ranks()
         parameters = dict(block.named_parameters())
         self._device = next(iter(parameters.values())).device
         self._dtype = torch.float32 if self._device.type == "cpu" else None
@@ -109,8 +115,28 @@ class BlockRunner:
         }
         with torch.no_grad():
             self.targets = [self.tokens(call.original, None).cpu() for call in calls]
-        self.values = max(1, sum(target.numel() for target in self.targets))
-        self.seen = sum(map(len, self.targets))
+        own = [sum(target.numel() for target in self.targets), sum(map(len, self.targets))]
+        values, self.seen = self.ranks.sum_all(torch.tensor(own), what="outputs").tolist()
+        self.values = max(1, values)
+        told = self.ranks.exchange([(one.number, one.rows) for one in calls], what="calls")
+        every = [
+            (number, rank, index, rows)
+            for rank, each in enumerate(told)
+            for index, (number, rows) in enumerate(each)
+        ]
+        every.sort(key=lambda one: one[:3])
+        self.rows = [rows for _, _, _, rows in every]
+        self._places = [(rank, index) for _, rank, index, _ in every]
+
+    def own(self, places: Iterable[int]) -> list[int]:
+        """The calls of this rank among those at some places in the order of all ranks."""
+        found = (self._places[place] for place in places)
+        return [index for rank, index in found if rank == self.ranks.rank]
+
+    def in_order(self, errors: Sequence[float]) -> list[float]:
+        """The errors of the calls of all ranks, given those of this one."""
+        every = self.ranks.exchange(list(errors), what="errors of calls")
+        return [every[rank][index] for rank, index in self._places]
 
     def weight(self, name: str, values: Tensor) -> Tensor:
         """A weight's new values, rounded to its dtype and cast to the compute dtype."""
@@ -209,7 +235,7 @@ def rounded_errors(
     starts: Mapping[str, RoundingStart],
     roundings: Mapping[str, RoundingParameters] | None = None,
 ) -> list[float]:
-    """Squared error of each call with ``roundings``; by default with the initial rounding."""
+    """Squared errors of the calls of all ranks; by default with the initial rounding."""
     if roundings is None:
         roundings = {name: RoundingParameters.of(one) for name, one in starts.items()}
     return _Tuner(runner, starts).errors(roundings)
@@ -266,13 +292,14 @@ class _Tuner:
 
     @torch.no_grad()
     def errors(self, roundings: Mapping[str, RoundingParameters]) -> list[float]:
-        """Squared error of each call."""
+        """Squared error of each call of all ranks."""
         weights = {
             name: self._runner.weight(name, one.apply(self._starts[name]).values)
             for name, one in roundings.items()
         }
         places = range(len(self._runner.calls))
-        return [float(self._runner.error(index, weights)) for index in places]
+        own = [float(self._runner.error(index, weights)) for index in places]
+        return self._runner.in_order(own)
 
     def candidates(
         self, before: Sequence[float], options: Options
@@ -283,10 +310,10 @@ class _Tuner:
         """
         roundings = {name: RoundingParameters.of(start) for name, start in self._starts.items()}
         best, least, best_step = dict[str, RoundingParameters](), 1.0, 0
-        picks = _step_batches([call.rows for call in self._runner.calls], options)
+        picks = _step_batches(self._runner.rows, options)
         for step in range(options.iters):
             picked = next(picks)
-            found, error = self._gradients(roundings, picked)
+            found, error = self._gradients(roundings, self._runner.own(picked))
             share = error / (sum(before[index] for index in picked) or math.inf)
             if share < least:
                 best = {name: one.clone() for name, one in roundings.items()}
@@ -301,7 +328,7 @@ class _Tuner:
     def _gradients(
         self, roundings: Mapping[str, RoundingParameters], picked: Sequence[int]
     ) -> tuple[dict[str, Gradients], float]:
-        """Gradients of the error of some calls, and that error."""
+        """Gradients of the error of some calls of this rank and the others, and that error."""
         with torch.no_grad():
             rounded = {name: one.apply(self._starts[name]) for name, one in roundings.items()}
             leaves = {name: self._runner.weight(name, one.values) for name, one in rounded.items()}
@@ -318,6 +345,7 @@ class _Tuner:
             for name, gradient_RC in zip(leaves, found, strict=True):
                 if gradient_RC is not None:  # an expert without tokens in the call has none
                     sums[name] = sums.get(name, 0.0) + gradient_RC.float()
+        total, sums = self._sum_over_ranks(total, sums, leaves)
         self._reached.update(sums)
         with torch.no_grad():
             by_name = {
@@ -325,6 +353,22 @@ class _Tuner:
                 for name in sums
             }
         return by_name, total
+
+    def _sum_over_ranks(
+        self, error: float, gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Add the errors of all ranks, and the gradients of weights that any of them has."""
+        ranks = self._runner.ranks
+        if ranks.count == 1:
+            return error, dict(gradients)
+        told = [error, *(float(name in gradients) for name in weights)]
+        total, *has = ranks.sum_all(torch.tensor(told).double(), what="errors of a step").tolist()
+        found = {}
+        for name in (name for name, number in zip(weights, has, strict=True) if number):
+            own = gradients.get(name)
+            own = torch.zeros_like(weights[name], dtype=torch.float32) if own is None else own
+            found[name] = ranks.sum_all(own, what=f"gradient of {name}")
+        return total, found
 
 
 def _step_batches(rows: Sequence[int], options: Options) -> Iterator[list[int]]:
@@ -449,6 +493,26 @@ class ExpertInputs:
         for module in modules:
             self._found.pop(self._leaders.get(module, module), None)
 
+    def sum_over(self, ranks: Ranks, modules: Collection[Module]) -> None:
+        """Add what all ranks have accumulated of the inputs of ``modules``, on each of them."""
+        if ranks.count == 1:
+            return
+        inside = set(modules)
+        for leader in (one for one in self._groups if one in inside):
+            own = torch.tensor([leader in self._found, leader in self._left_out])
+            has, lacks = ranks.max_all(own, what="inputs of experts").tolist()
+            if lacks:
+                self._left_out.add(leader)
+                self._found.pop(leader, None)
+            elif has:
+                if leader not in self._found:
+                    self._found[leader] = self._new_statistics(leader)
+                self._found[leader].sum_over(ranks)
+
+    def _new_statistics(self, leader: Module) -> InputStatistics:
+        weight_RC, name = weight_of(leader), self._places[leader].path
+        return InputStatistics(weight_RC.shape[-1], weight_RC.device, name=name)
+
     def _has_few_tokens(self, module: Module) -> bool:
         place = self._places.get(module)
         if place is None or not place.sees_unrouted_tokens:
@@ -462,6 +526,5 @@ class ExpertInputs:
         if leader in self._left_out or _FLOAT * sum(one**2 for one in widths) > _MOST:
             self._left_out.add(leader)
             return False
-        name = self._places[leader].path
-        self._found[leader] = InputStatistics(widths[0], weight_RC.device, name=name)
+        self._found[leader] = self._new_statistics(leader)
         return True

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is learned from the samples of all ranks is as good as in one process."""
+
+from __future__ import annotations
+
+from tests.support.rank_runs import LINEARS
+
+STEPS = {**LINEARS, "scheme": "W4A16", "iters": 6, "batch_size": 16}
+"""Each step is one on all samples, in whichever calls these are run."""
+
+
+def test_autoround_learns_from_all_samples(runs):
+    runs.check({"AutoRoundModifier": STEPS}, most=0.5)
+
+
+def test_autoround_holds_experts_of_which_a_rank_may_have_no_token(mixture_runs):
+    steps = {**STEPS, "ignore": ["lm_head", "re:.*mlp.gate$"]}
+    mixture_runs.check({"AutoRoundModifier": steps}, most=0.5)
