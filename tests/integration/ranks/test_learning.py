@@ -13,6 +13,6 @@ def test_autoround_learns_from_all_samples(runs):
     runs.check({"AutoRoundModifier": STEPS}, most=0.5)
 
 
-def test_autoround_holds_experts_of_which_a_rank_may_have_no_token(mixture_runs):
+def test_autoround_with_experts_that_few_tokens_reach(mixture_runs):
     steps = {**STEPS, "ignore": ["lm_head", "re:.*mlp.gate$"]}
     mixture_runs.check({"AutoRoundModifier": steps}, most=0.5)

@@ -19,3 +19,9 @@ GPTQ = {"GPTQModifier": {**LINEARS, "scheme": "W4A16", "asymmetric": False}}
 )
 def test_rotated_weights_are_solved_alike(runs, rotation):
     runs.check({**rotation, **GPTQ})
+
+
+def test_learned_rotations_take_the_gradients_of_all_samples(runs):
+    learned = {"learnable": True, "learning_steps": 3}
+    rounding = {"QuantizationModifier": {**LINEARS, "scheme": "W4A16"}}
+    runs.check({"SpinQuantModifier": learned, **rounding}, batch_size=4)

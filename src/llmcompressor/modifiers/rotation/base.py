@@ -27,6 +27,7 @@ from llmcompressor.core.contract import (
     Granularity,
     Prediction,
     RecipeRules,
+    Solving,
     Traits,
 )
 from llmcompressor.core.events import Event
@@ -179,13 +180,14 @@ class RotationModifier(Modifier):
     def traits(self) -> Traits:
         """Nothing is observed in the forward, and each weight is rotated independently.
 
-        Matrices may be learned before the first weight is rotated.
+        Matrices may be learned before the first weight is rotated, by all ranks.
         """
         return Traits(
             data=DataUse.LEARN_FIRST if self.learnable else DataUse.NONE,
             granularity=Granularity.LINEAR,
             begins_pass=True,
             by_block=True,
+            over_ranks=Solving.ALL if self.learnable else Solving.ALONE,
         )
 
     @property

@@ -46,6 +46,7 @@ from llmcompressor.numerics.straight_through import fake_quantize_matrix
 from llmcompressor.observers.tokens import token_mask
 from llmcompressor.quantization.fake_quantize import dynamic_fake_quantize
 from llmcompressor.quantization.parameters import min_max_parameters
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.progress import progress
 from llmcompressor.runtime.threads import short_spin_waits
 from llmcompressor.schemes.bridge import grid_of, needs_global_scale, partition_of
@@ -314,8 +315,11 @@ def learn_rotations(
     budget: int | None = None,
     use_loss_mask: bool = False,
     device_memory: int | None = None,
+    ranks: Ranks | None = None,
 ) -> LearningResult:
     """Learn the rotations of ``start``; all other rotations stay fixed.
+
+    Several ranks share the samples of each batch, and add their gradients before a step.
 
     Args:
         model: not rotated yet, except for online rotations.
@@ -329,6 +333,7 @@ def learn_rotations(
             memory.
         use_loss_mask: predict only tokens whose ``loss_mask`` is 1.
         device_memory: limit for bytes on an accelerator; ``None``: its free memory.
+        ranks: the ranks of the run, which all have all batches.
 
     Raises:
         DatasetError: there is no batch, or none with a token to predict.
@@ -346,7 +351,7 @@ def learn_rotations(
         _fake_quantized_inputs(model),
         short_spin_waits(),
     ):
-        learning = _RotationOptimizer(model, plan, start, arrive, shelf, blocks)
+        learning = _RotationOptimizer(model, plan, start, arrive, shelf, blocks, ranks)
         if not learning.resume():
             learning.loss_before = learning.mean_loss(compared)
             learning.keep()
@@ -377,6 +382,7 @@ class _RotationOptimizer:
         arrive: loads a block.
         shelf: stores the inputs of blocks.
         source: keeps the progress, where the run can be continued.
+        ranks: the ranks of the run.
 
     Attributes:
         steps: number of completed steps.
@@ -392,9 +398,10 @@ class _RotationOptimizer:
         arrive: Arrive,
         shelf: TensorStore,
         source: BlockSource,
+        ranks: Ranks | None = None,
     ) -> None:
         device = model_device(model)
-        self._model, self._source = model, source
+        self._model, self._source, self._ranks = model, source, ranks or Ranks()
         self._matrices = {name: one.matrix().contiguous().to(device) for name, one in start.items()}
         self._momenta = {name: torch.zeros_like(one) for name, one in self._matrices.items()}
         self._rotated = _RotatedParameters(plan, {id(one): name for name, one in start.items()})
@@ -411,33 +418,56 @@ class _RotationOptimizer:
         self._keeping_time, self._since = 0.0, time.monotonic()
 
     def step(self, batch: Mapping[str, Any], rate: float) -> float:
-        """Take one step on one batch; return the loss before it."""
-        with torch.enable_grad():
-            leaves = {name: one.float().requires_grad_() for name, one in self._matrices.items()}
-            with self._rotating(leaves):
-                loss = _loss(self._model, batch)
-                wanted = list(leaves.values())
-                gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
-        for name, gradient in zip(leaves, gradients, strict=True):
-            if gradient is None:  # no module that it rotates was called
+        """Take one step on one batch of all ranks; return the loss before it."""
+        loss, gradients = self._gradients(batch)
+        told = [loss, *(float(name in gradients) for name in self._matrices)]
+        loss, *has = self._sum_all(told)
+        for name, number in zip(list(self._matrices), has, strict=True):
+            if not number:  # no module that it rotates was called
                 continue
+            none = torch.zeros_like(self._matrices[name], dtype=torch.float32)
+            gradient = gradients.get(name, none)
+            gradient = self._ranks.sum_all(gradient, what=f"gradient of {name}")
             moved = cayley_step(self._matrices[name], gradient, self._momenta[name], rate)
             # a solver returns column-major matrices, files hold row-major ones; their products are
             # not bitwise equal, but a resumed run has to give the same bits
             self._matrices[name], self._momenta[name] = (one.contiguous() for one in moved)
         self.steps += 1
-        return float(loss.detach())
+        return loss
+
+    def _gradients(self, batch: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]]:
+        """The loss of the samples of this rank, and its gradients by rotation."""
+        own, share = _part_of(batch, self._ranks)
+        if not share:
+            return 0.0, {}
+        with torch.enable_grad():
+            leaves = {name: one.float().requires_grad_() for name, one in self._matrices.items()}
+            with self._rotating(leaves):
+                loss = _loss(self._model, own) * share
+                wanted = list(leaves.values())
+                found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        pairs = zip(leaves, found, strict=True)
+        return float(loss.detach()), {name: one for name, one in pairs if one is not None}
+
+    def _sum_all(self, values: Sequence[float]) -> list[float]:
+        own = torch.tensor(values, dtype=torch.float64)
+        found: list[float] = self._ranks.sum_all(own, what="losses").tolist()
+        return found
 
     @torch.no_grad()
     def mean_loss(self, batches: Sequence[Mapping[str, Any]]) -> float:
         """Mean loss over several batches with the current matrices."""
         leaves = {name: one.float() for name, one in self._matrices.items()}
         with self._rotating(leaves):
-            return sum(float(_loss(self._model, batch)) for batch in batches) / len(batches)
+            mine = batches[self._ranks.rank :: self._ranks.count]
+            own = sum(float(_loss(self._model, batch)) for batch in mine)
+        return self._sum_all([own])[0] / len(batches)
 
     def rotations(self) -> dict[str, Rotation]:
-        """The current matrices as rotations."""
-        return {name: Rotation.of_matrix(one.cpu()) for name, one in self._matrices.items()}
+        """The current matrices as rotations; those of the first rank for all."""
+        own = self._matrices if self._ranks.rank == 0 else {}
+        found = self._ranks.broadcast_from(0, own, what="learned rotations")
+        return {name: Rotation.of_matrix(one.cpu()) for name, one in found.items()}
 
     @contextlib.contextmanager
     def _rotating(self, leaves: Leaves) -> Iterator[None]:
@@ -456,11 +486,13 @@ class _RotationOptimizer:
 
     def resume(self) -> bool:
         """Resume an earlier run, if there is one; return True if so."""
-        found = self._source.recall(_PROGRESS)
-        if found is None:
+        is_first = self._ranks.rank == 0
+        own, told = (self._source.recall(_PROGRESS) if is_first else None) or ({}, None)
+        figures = self._ranks.exchange(told, what="progress of learning")[0]
+        if figures is None:
             self._source.forget()
             return False
-        tensors, figures = found
+        tensors = self._ranks.broadcast_from(0, own, what="progress of learning")
         for name, one in self._matrices.items():
             self._matrices[name] = tensors[f"matrix {name}"].to(one.device)
             self._momenta[name] = tensors[f"momentum {name}"].to(one.device)
@@ -477,7 +509,9 @@ class _RotationOptimizer:
             self.keep()
 
     def keep(self) -> None:
-        """Keep the progress; it is durable on return."""
+        """Keep the progress; it is durable on return. One rank does so for all."""
+        if self._ranks.rank != 0:
+            return
         began = time.monotonic()
         tensors = {f"matrix {name}": one for name, one in self._matrices.items()}
         tensors |= {f"momentum {name}": one for name, one in self._momenta.items()}
@@ -489,6 +523,17 @@ class _RotationOptimizer:
 
 # --------------------
 # The loss: cross entropy of the next token, with fake-quantized inputs.
+
+
+def _part_of(batch: Mapping[str, Any], ranks: Ranks) -> tuple[dict[str, Any], float]:
+    """The samples of a batch that a rank runs, and their share of the tokens to predict."""
+    rows, part = len(batch["labels"]), slice(ranks.rank, None, ranks.count)
+    own = {
+        name: one[part] if isinstance(one, Tensor) and len(one) == rows else one
+        for name, one in batch.items()
+    }
+    wanted = [int((one["labels"][:, 1:] != _IGNORED).sum()) for one in (own, batch)]
+    return own, wanted[0] / wanted[1]
 
 
 def _loss(model: Any, batch: Mapping[str, Any]) -> Tensor:

@@ -288,6 +288,7 @@ class SpinQuantModifier(RotationModifier):
                 budget=state.run.activation_budget,
                 use_loss_mask=state.run.use_loss_mask,
                 device_memory=state.run.device_memory,
+                ranks=state.run.ranks,
             )
             learned = self._outcome.rotations
             by_id = {id(one): learned[name] for name, one in start.items()}
