@@ -803,7 +803,7 @@ class StreamedBlocks(BlockSource):
         extras = {name: tensors[name] for name in manifest.extras if name in tensors}
         assert self._writer is not None, "only processes that share the work write"
         own = {name: one for name, one in (stored | extras).items() if self._shared.writes(name)}
-        self._ranks.tally["written"] += sum(one.nbytes for one in own.values())
+        self._ranks.tally["written"] += sum([one.nbytes for one in own.values()])
         if self._ranks.count == 1:
             alone = partial(self._commit, block, records)
             self._writer.write(own, lambda digests: alone(digest_of(digests)))
