@@ -155,6 +155,7 @@ class Traits:
         over_ranks: who works on a module where each of several ranks runs a part of the samples;
             :meth:`.Modifier.sum_collected` and :meth:`.Modifier.sum_observed` add what all have
             collected.
+        divides_rows: all ranks may solve a group of modules together, each a part of the rows.
         devices: field → the device that it names, which the machine has to have.
         files: field → the file that it names, which is written in addition to the output.
     """
@@ -171,6 +172,7 @@ class Traits:
     observing_steps: int = 0
     unservable: bool = False
     over_ranks: Solving = Solving.ALONE
+    divides_rows: bool = False
     devices: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
 

@@ -354,7 +354,7 @@ class Modifier(HooksMixin):
         state: State,
         ranks: Ranks,
         modules: Sequence[Module],
-        owner_of: Callable[[Module], int],
+        owner_of: Callable[[Module], int | None],
     ) -> None:
         """Add what all ranks have collected of the inputs of ``modules``, which wait for it.
 

@@ -216,6 +216,7 @@ class RunSettings:
         use_loss_mask: only tokens count whose ``loss_mask`` in a batch is 1.
         keeps_tied_embeddings: the user has asked for tied embeddings to stay tied.
         ranks: the ranks that share the samples and the work; ``None``: this process has all.
+        divided: modules that all ranks solve together, each a part of the rows.
     """
 
     block_source: BlockSource = field(default_factory=BlockSource, compare=False)
@@ -224,6 +225,7 @@ class RunSettings:
     use_loss_mask: bool = False
     keeps_tied_embeddings: bool = False
     ranks: Ranks | None = field(default=None, compare=False)
+    divided: set[Module] = field(default_factory=set, compare=False)
 
 
 @dataclass

@@ -325,7 +325,7 @@ class SmoothingMixin(Modifier):
         state: State,
         ranks: Ranks,
         modules: Sequence[Module],
-        owner_of: Callable[[Module], int],
+        owner_of: Callable[[Module], int | None],
     ) -> None:
         """Sum the statistics of inputs, on all ranks."""
         self._inputs.sum_over(ranks, modules)

@@ -94,7 +94,7 @@ class DataFreePipeline:
             LifecycleCallbacks.calibration_epoch_start()
             work = SharedWork(state, modifiers)
             loader = BlockLoader(state, modifiers, work)
-            work.assign((name, [module]) for name, module in _selected(model, modifiers, state))
+            work.assign([{name: [one] for name, one in _selected(model, modifiers, state)}])
             with progress(len(loader.unfinished), "Compressing") as advance:
                 for name in loader.unfinished:
                     advance(0, note=name)

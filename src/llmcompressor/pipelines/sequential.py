@@ -223,14 +223,13 @@ class _SequentialRun:
             self.plan = lay_out(forced=level)
         self.work.assign(self._groups())
 
-    def _groups(self) -> Iterator[tuple[str, Sequence[Module]]]:
-        """Yield the modules of each unit that share an input, with a name."""
+    def _groups(self) -> Iterator[dict[str, list[Module]]]:
+        """Yield, for each unit, the modules that share an input, by a name of their own."""
         for unit in self.plan.units:
             groups: dict[Module, list[Module]] = {}
             for module in unit.modules:
                 groups.setdefault(self.order.group_of(module)[0], []).append(module)
-            for number, members in enumerate(groups.values()):
-                yield f"{unit.name} {number}", members
+            yield {f"{unit.name} {number}": own for number, own in enumerate(groups.values())}
 
     @property
     def has_work(self) -> bool:

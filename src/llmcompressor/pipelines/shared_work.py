@@ -48,7 +48,7 @@ class SharedWork:
     def __init__(self, state: State, modifiers: Sequence[Modifier]) -> None:
         self.ranks = state.run.ranks or Ranks()
         self._state, self._modifiers = state, modifiers
-        self._owners: dict[Module, int] = {}
+        self._owners: dict[Module, int | None] = {}
         self._costs: dict[Module, int] = {}
         """Of the groups of this rank, by the first module."""
         self._is_shared = self.ranks.count > 1
@@ -57,17 +57,31 @@ class SharedWork:
         self._changes_at_stops = any(map(_changes_weights_at_stops, shared))
         self._changes_later = not all(map(_changes_weights_at_stops, by_owner))
 
-    def assign(self, groups: Iterable[tuple[str, Sequence[Module]]]) -> None:
+    def assign(self, stops: Iterable[Mapping[str, Sequence[Module]]]) -> None:
         """Give each group, the most costly first, to the rank with the least to do.
 
+        Where a stop has fewer groups than there are ranks, these solve each of its groups together
+        if the modifiers can divide it.
+
         Args:
-            groups: modules that are compressed together, with a name of their own. Modules in
-                none belong to the first rank.
+            stops: for each stop the modules that are compressed together, by a name of their own.
+                Modules in none belong to the first rank.
         """
         if not self._is_shared:
             return
-        members = dict(groups)
-        costs = {name: self._cost(own) for name, own in members.items()}
+        members: dict[str, Sequence[Module]] = {}
+        costs: dict[str, int] = {}
+        self._state.run.divided = set()
+        for groups in stops:
+            costs |= {name: self._cost(own) for name, own in groups.items()}
+            inside = [module for own in groups.values() for module in own]
+            if len(groups) < self.ranks.count and self._is_divisible(inside):
+                self._state.run.divided.update(inside)
+                self._owners.update(dict.fromkeys(inside))
+                parts = {own[0]: costs[name] // self.ranks.count for name, own in groups.items()}
+                self._costs.update(parts)
+            else:
+                members.update(groups)
         loads = [0] * self.ranks.count
         for name in sorted(members, key=lambda one: (-costs[one], one)):
             owner = loads.index(min(loads))
@@ -75,6 +89,14 @@ class SharedWork:
             self._owners.update(dict.fromkeys(members[name], owner))
             if owner == self.ranks.rank:
                 self._costs[members[name][0]] = costs[name]
+
+    def _is_divisible(self, modules: Iterable[Module]) -> bool:
+        given = set(modules)
+        solving = [one for one in self._modifiers if one.traits.over_ranks is Solving.OWNER]
+        return all(
+            one.traits.divides_rows or given.isdisjoint(one.select(self._state).modules)
+            for one in solving
+        )
 
     def _cost(self, members: Sequence[Module]) -> int:
         """Multiply-adds to compress a group, whose statistics are there."""
@@ -86,13 +108,13 @@ class SharedWork:
         sizes = (one.numel() for module in members for one in module.parameters(recurse=False))
         return found + sum(sizes) + 1
 
-    def owner_of(self, module: Module) -> int:
-        """The rank that compresses a module."""
+    def owner_of(self, module: Module) -> int | None:
+        """The rank that compresses a module; ``None``: all of them do so together."""
         return self._owners.get(module, 0)
 
     def own(self, modules: Iterable[Module]) -> tuple[Module, ...]:
-        """Those of ``modules`` that this rank compresses."""
-        return tuple(one for one in modules if self.owner_of(one) == self.ranks.rank)
+        """Those of ``modules`` that this rank compresses, alone or together with others."""
+        return tuple(one for one in modules if self.owner_of(one) in (None, self.ranks.rank))
 
     def solved_here(self, modifier: Modifier, modules: Sequence[Module]) -> Sequence[Module]:
         """Those of ``modules`` that a modifier works on in this rank."""
@@ -101,7 +123,7 @@ class SharedWork:
 
     def others(self, modules: Iterable[Module]) -> tuple[Module, ...]:
         """Those of ``modules`` that other ranks compress."""
-        return tuple(one for one in modules if self.owner_of(one) != self.ranks.rank)
+        return tuple(one for one in modules if self.owner_of(one) not in (None, self.ranks.rank))
 
     # ------------------------------------------------------------------ agreements
 
@@ -143,7 +165,7 @@ class SharedWork:
         """Give all ranks the weights that the owners have compressed at a stop."""
         if not self._is_shared or not self._changes_at_stops:
             return
-        own = [one for one in dict.fromkeys(modules) if one in self._owners]
+        own = [one for one in dict.fromkeys(modules) if self._owners.get(one) is not None]
         self._copy(own, f"weights of {name}")
 
     def copy_finished(self, modules: Sequence[Module], name: str) -> None:
@@ -158,7 +180,8 @@ class SharedWork:
         """
         if not self._is_shared:
             return
-        sent = [one for one in modules if one in self._owners or hasattr(one, _STATUS)]
+        compressed = (one for one in modules if one in self._owners or hasattr(one, _STATUS))
+        sent = [one for one in compressed if self.owner_of(one) is not None]
         self._copy_statuses(sent, f"states of {name}")
         known = {one for one in sent if not self._changes_later or _is_raw(one)}
         self._copy(sent, f"parameters of {name}", known=known)

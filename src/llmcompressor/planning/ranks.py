@@ -5,7 +5,9 @@ A rank runs its share of the calibration batches. At a stop the statistics of ea
 are summed at the rank that owns the group (reduce); the owner solves it and sends the result to all
 (broadcast). The letters are P for the ranks, L for the ranks of a node, N for the nodes, and for a
 group S for the bytes of its statistics and W for those of its solved tensors in memory. What all
-ranks work on (``Solving.ALL``) has statistics of A bytes, which are summed at all of them.
+ranks work on (``Solving.ALL``) has statistics of A bytes, which are summed at all of them. So are
+those of a group that ranks solve together, each a part of the rows, as its stop has fewer groups
+than there are ranks (``Traits.divides_rows``); then each sends its part of W to the others.
 
 =========  ==============================  ===============================  ===========
            a rank sends                    a rank receives                  all send
@@ -36,7 +38,8 @@ Each rank chooses where its forwards pause by the tokens of its own share, as th
 the stops may differ with the number of ranks. A module is written by another rank than solves it:
 modules and tensors are spread over ranks by their bytes in the files.
 
-Not counted: records by which ranks compare what they do, ranges of static scales, copies between
+Not counted: what ranks that solve a group together do alike, as the factorization of its Gram
+matrix; records by which ranks compare what they do, ranges of static scales, copies between
 main memory and an accelerator, and what else uses the links.
 """
 
@@ -156,6 +159,7 @@ class OwnedGroup:
         spread: A, the same of statistics that all ranks need.
         repeated: multiply-adds of every rank.
         copied: W, bytes of its solved tensors as they are in memory.
+        divides: ranks may solve it together, each a part of the rows.
     """
 
     name: str
@@ -164,6 +168,7 @@ class OwnedGroup:
     copied: int = 0
     spread: int = 0
     repeated: int = 0
+    divides: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +197,25 @@ class RankWork:
     def groups(self) -> list[OwnedGroup]:
         """All groups in the order of the run."""
         return [group for stop in self.stops for group in stop]
+
+    def is_together(self, stop: Sequence[OwnedGroup], ranks: int) -> bool:
+        """Return True if ranks solve the groups of a stop together, as it has too few of them."""
+        return len(stop) < ranks and all(group.divides for group in stop)
+
+    def owned(self, ranks: int) -> list[OwnedGroup]:
+        """The groups that have an owner each."""
+        stops = (stop for stop in self.stops if not self.is_together(stop, ranks))
+        return [group for stop in stops for group in stop]
+
+    def together(self, ranks: int) -> list[OwnedGroup]:
+        """The groups that ranks solve together."""
+        stops = (stop for stop in self.stops if self.is_together(stop, ranks))
+        return [group for stop in stops for group in stop]
+
+    def spread(self, ranks: int) -> int:
+        """Bytes of the statistics that are summed at all ranks."""
+        together = sum(group.summed for group in self.together(ranks))
+        return sum(group.spread for group in self.groups) + together
 
     def share(self, ranks: int) -> float:
         """The largest share of the batches that a rank has; all of them without data."""
@@ -239,11 +263,14 @@ def rank_loads(work: RankWork, ranks: int) -> list[RankLoad]:
     forward = divided(work.operations.forward, batches)
     statistics = divided(work.statistics, batches)
     owned: list[list[OwnedGroup]] = [[] for _ in range(ranks)]
-    for rank, group in zip(owners(work.groups, ranks), work.groups, strict=True):
+    alone, together = work.owned(ranks), work.together(ranks)
+    for rank, group in zip(owners(alone, ranks), alone, strict=True):
         owned[rank].append(group)
     summed = [sum(group.summed for group in own) for own in owned]
-    copied = [sum(group.copied for group in own) for own in owned]
-    spread = 2 * sum(group.spread for group in work.groups) * (ranks - 1) // ranks
+    parts = divided(sum(group.copied for group in together), [1] * ranks)
+    copied = [sum(group.copied for group in own) + parts[rank] for rank, own in enumerate(owned)]
+    solved = divided(sum(group.solving for group in together), [1] * ranks)
+    spread = 2 * work.spread(ranks) * (ranks - 1) // ranks
     written = [0] * ranks
     for rank, size in zip(
         least_loaded([*work.stored.items()], ranks), work.stored.values(), strict=True
@@ -255,7 +282,7 @@ def rank_loads(work: RankWork, ranks: int) -> list[RankLoad]:
             rank,
             batches[rank],
             forward[rank] + statistics[rank],
-            sum(group.solving for group in own),
+            sum(group.solving for group in own) + solved[rank],
             written[rank],
             reduce_sent=sum(summed) - summed[rank] + spread,
             reduce_received=(ranks - 1) * summed[rank] + spread,
@@ -302,8 +329,11 @@ def rank_seconds(
 
 def _longest_solving(work: RankWork, ranks: int) -> int:
     """Multiply-adds of solving that follow each other."""
-    owner, total = iter(owners(work.groups, ranks)), 0
+    owner, total = iter(owners(work.owned(ranks), ranks)), 0
     for stop in work.stops:
+        if work.is_together(stop, ranks):
+            total += -(-sum(group.solving for group in stop) // ranks)
+            continue
         own = [0] * ranks
         for group in stop:
             own[next(owner)] += group.solving
@@ -316,11 +346,13 @@ def wire_seconds(work: RankWork, ranks: int, nodes: int, links: Links) -> dict[s
     if ranks == 1:
         return {}
     local = -(-ranks // nodes)
-    summed, copied = sum(group.summed for group in work.groups), [0] * ranks
-    for owner, group in zip(owners(work.groups, ranks), work.groups, strict=True):
+    alone = work.owned(ranks)
+    summed = sum(group.summed for group in alone)
+    copied = divided(sum(group.copied for group in work.together(ranks)), [1] * ranks)
+    for owner, group in zip(owners(alone, ranks), alone, strict=True):
         copied[owner] += group.copied
     received = max((local - 1) / links.within, (ranks - local) / links.between)
-    spread = 2 * sum(group.spread for group in work.groups) / ranks
+    spread = 2 * work.spread(ranks) / ranks
     exchanged = max((local - 1) / links.within, local * (ranks - local) / links.between)
     return {
         "reduce": summed * received + spread * exchanged,
@@ -449,6 +481,7 @@ def divisible_work(
                 ),
                 group.spread,
                 group.repeated,
+                group.divides,
             )
             for number, group in enumerate(shares)
         ]

@@ -77,6 +77,7 @@ class GroupShare:
         summed: bytes of statistics that the owner needs, as a rank sends them.
         spread: the same of those that all ranks need.
         changes: the owner changes weights at the stop, which the others get.
+        divides: ranks may solve it together, each a part of the rows.
     """
 
     names: Sequence[str]
@@ -85,6 +86,7 @@ class GroupShare:
     summed: int
     spread: int
     changes: bool
+    divides: bool = True
 
     def more(self, traits: Traits, flops: int, summed: int) -> GroupShare:
         """Return this with what a modifier adds."""
@@ -95,6 +97,7 @@ class GroupShare:
             solving=self.solving + flops,
             summed=self.summed + summed,
             changes=self.changes or Edits.AT_ONCE in traits.edits,
+            divides=self.divides and traits.divides_rows,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import dead_columns
 from llmcompressor.observers.input_statistics import prefers_output_residual
 from llmcompressor.quantization.parameters import WeightParameters
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.threads import SPAN, one_thread
 from llmcompressor.schemes.bridge import grid_of, partition_of
 
@@ -83,6 +85,31 @@ class Problem:
         """The grid that the weights are rounded to."""
         return grid_of(self.parameters[0].args)
 
+    def parts(self, count: int) -> list[Problem]:
+        """Parts with about as many rows of each weight; none if a weight has too few."""
+        pairs = zip(self.weights, self.parameters, strict=True)
+        each = [_row_parts(weight, own, count) for weight, own in pairs]
+        if not all(each):
+            return []
+        begins = list(accumulate(map(len, self.weights), initial=0))[:-1]
+        return [
+            replace(
+                self,
+                weights=[one[at] for one, (at, _) in zip(self.weights, spans, strict=True)],
+                parameters=[own for _, own in spans],
+                missing_CR=None
+                if self.missing_CR is None
+                else torch.cat(
+                    [
+                        self.missing_CR[:, begin + at.start : begin + at.stop]
+                        for begin, (at, _) in zip(begins, spans, strict=True)
+                    ],
+                    dim=1,
+                ),
+            )
+            for spans in zip(*each, strict=True)
+        ]
+
     @property
     def has_own_scales(self) -> bool:
         """True if each row has scales of its own, equally many, on an integer grid."""
@@ -104,6 +131,24 @@ class Problem:
         corrected = (self.cross_CC is None, self.missing_CR is None)
         own = (self.grid, self.ordered, corrected, self.gram_CC.device)
         return self.shape, cells, own
+
+
+def _row_parts(
+    weight: Tensor, parameters: WeightParameters, count: int
+) -> list[tuple[slice, WeightParameters]]:
+    """The rows of each part of a weight, with their parameters; empty if there are too few."""
+    height = partition_of(parameters.args).rows
+    cells = len(weight) // max(height, 1)
+    if cells < count or len(weight) % max(height, 1):
+        return []
+    found = []
+    for begin, end in pairwise(cells * place // count for place in range(count + 1)):
+        own = parameters
+        if height > 0:  # else one scale for all rows
+            scale, zero = parameters.scale[begin:end], parameters.zero_point[begin:end]
+            own = replace(parameters, scale=scale, zero_point=zero)
+        found.append((slice(begin * max(height, 1), end * max(height, 1)), own))
+    return found
 
 
 @dataclass(frozen=True)
@@ -148,6 +193,66 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
         found = _solve_batch([problems[index] for index in indices], options)
         solutions.update(zip(indices, found, strict=True))
     return [solutions[index] for index in range(len(problems))]
+
+
+def solve_divided(
+    problems: Sequence[Problem], options: Options, ranks: Ranks, what: str
+) -> list[Solution]:
+    """Solve ``problems``, of which all ranks have the same, each rank a part of the rows.
+
+    Rows do not depend on each other, given the Gram matrix. Each rank factorizes it by itself.
+    Problems with too few rows are solved whole by all ranks.
+
+    Args:
+        problems: the problems; their matrices are equal on all ranks.
+        options: as for :func:`solve`.
+        ranks: the ranks.
+        what: the name of the rows, for errors.
+    """
+    parts = [one.parts(ranks.count) for one in problems]
+    own = [part[ranks.rank] for part in parts if part]
+    gathered = iter(_gathered_rows(own, solve(own, options), ranks, what))
+    whole = iter(
+        solve([one for one, part in zip(problems, parts, strict=True) if not part], options)
+    )
+    return [next(gathered if part else whole) for part in parts]
+
+
+def _gathered_rows(
+    problems: Sequence[Problem], found: Sequence[Solution], ranks: Ranks, what: str
+) -> list[Solution]:
+    """Join the rows that all ranks have solved, and their losses."""
+    own: dict[str, Tensor] = {}
+    for place, (problem, one) in enumerate(zip(problems, found, strict=True)):
+        for number, values in enumerate(one.weights):
+            parameters = problem.parameters[number]
+            if one.scales is not None:
+                parameters = replace(parameters, scale=one.scales[number])
+                own[f"scale {place} {number}"] = one.scales[number]
+            is_fine = problem.grid.bits >= FINE_BITS  # may be other values when rounded twice
+            dtype = problem.weights[number].dtype
+            rounded = values if is_fine else parameters.round(values).to(dtype)
+            own[f"weight {place} {number}"] = rounded
+    parts = [
+        ranks.broadcast_from(rank, own if rank == ranks.rank else {}, what=what)
+        for rank in range(ranks.count)
+    ]
+    losses = ranks.exchange([one.loss for one in found], what=f"losses of {what}")
+
+    def joined(kind: str, place: int) -> list[Tensor]:
+        keys = [f"{kind} {place} {number}" for number in range(len(problems[place].weights))]
+        device = problems[place].gram_CC.device
+        return [torch.cat([part[key].to(device) for part in parts]) for key in keys]
+
+    return [
+        replace(
+            one,
+            weights=joined("weight", place),
+            scales=None if one.scales is None else joined("scale", place),
+            loss=sum(each[place] for each in losses),
+        )
+        for place, one in enumerate(found)
+    ]
 
 
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:

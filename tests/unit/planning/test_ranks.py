@@ -111,6 +111,21 @@ def test_shares_add_up_to_the_work_of_one(ranks: int) -> None:
     assert sum(one.broadcast_received for one in loads) == (ranks - 1) * copied
 
 
+def test_ranks_divide_a_stop_with_fewer_groups() -> None:
+    one, other = (replace(group(name, 60), divides=True) for name in "ab")
+    for ranks in (3, 4, 6):
+        loads, stop = rank_loads(work_of([one, other]), ranks), [one, other]
+        assert {load.solving for load in loads} == {2 * one.solving // ranks}
+        summed, copied = (sum(getattr(own, name) for own in stop) for name in ("summed", "copied"))
+        first = loads[0]
+        assert first.reduce_sent == first.reduce_received == 2 * summed * (ranks - 1) // ranks
+        assert sum(load.broadcast_sent for load in loads) == (ranks - 1) * copied
+    two = rank_loads(work_of([one, other]), 2)
+    assert [load.solving for load in two] == [one.solving] * 2, "each has its own"
+    mixed = rank_loads(work_of([replace(one, divides=False), other]), 3)
+    assert sorted(load.solving for load in mixed) == [0, one.solving, one.solving]
+
+
 def test_owners_have_about_the_same_work() -> None:
     generator = torch.Generator().manual_seed(0)
     costs = torch.randint(1, 1000, (200,), generator=generator).tolist()
@@ -271,7 +286,8 @@ def test_a_plan_of_several_ranks(llama_folder: Path) -> None:
     # two blocks: q k v, o, gate up, of 128 columns each, with rows 256, 128, 512; and down
     square, down = 4 * 128 * 129 // 2 + 4 * 128**2, 4 * 256 * 257 // 2 + 4 * 256 * 128
     total = sum(one.reduce_sent for one in found.ranks.loads)
-    assert total == 5 * 2 * (3 * square + down)
+    # of each stop all ranks solve the one group together, so that all of them need the sums
+    assert total == 6 * (2 * 2 * (3 * square + down) * 5 // 6)
 
 
 def test_waiting_activations_are_divided(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ from llmcompressor.quantization.column_solver import (
     gptq_cost,
     refinement_rounds,
     solve,
+    solve_divided,
 )
 from llmcompressor.quantization.parameters import weight_of
 from llmcompressor.runtime.collectives import Ranks
@@ -156,6 +157,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             joins=frozenset({"OneShotPruningModifier"}),
             twin=self._is_asymmetric(),
             over_ranks=Solving.OWNER,
+            divides_rows=True,
         )
 
     def _needs_data(self) -> bool:
@@ -251,7 +253,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         state: State,
         ranks: Ranks,
         modules: Sequence[Module],
-        owner_of: Callable[[Module], int],
+        owner_of: Callable[[Module], int | None],
     ) -> None:
         """Sum second moments at the owners."""
         self._inputs.sum_over(ranks, modules, owner_of)
@@ -271,7 +273,13 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         )
         groups = list(self._groups(solved, state.facts.error_corrected))
         self._inputs.drop(solved)
-        solutions = solve([problem for _, problem in groups], options)
+        problems = [problem for _, problem in groups]
+        ranks = state.run.ranks
+        if ranks is not None and solved and state.run.divided.issuperset(solved):
+            what = f"rows of {self._names[solved[0]]}"
+            solutions = solve_divided(problems, options, ranks, what)
+        else:
+            solutions = solve(problems, options)
         for (members, problem), solution in zip(groups, solutions, strict=True):
             for number, module in enumerate(members):
                 found = problem.parameters[number]

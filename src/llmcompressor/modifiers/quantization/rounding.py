@@ -103,7 +103,7 @@ class QuantizationModifier(TrainableMixin):
         state: State,
         ranks: Ranks,
         modules: Sequence[Module],
-        owner_of: Callable[[Module], int],
+        owner_of: Callable[[Module], int | None],
     ) -> None:
         """Sum the squares of inputs, and their tokens, on all ranks."""
         own = (module for module in modules if module in self._schemes)

@@ -261,7 +261,7 @@ class REAPPruningModifier(Modifier):
         state: State,
         ranks: Ranks,
         modules: Sequence[Module],
-        owner_of: Callable[[Module], int],
+        owner_of: Callable[[Module], int | None],
     ) -> None:
         """Sum saliencies, on all ranks."""
         for layer in self._mine(modules):

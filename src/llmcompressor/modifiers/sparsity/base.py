@@ -298,7 +298,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         state: State,
         ranks: Ranks,
         modules: Sequence[Module],
-        owner_of: Callable[[Module], int],
+        owner_of: Callable[[Module], int | None],
     ) -> None:
         """Sum the statistics of inputs at the owners; those of a profile at all ranks."""
         if self._is_surveying:
