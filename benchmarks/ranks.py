@@ -82,7 +82,9 @@ def _reference(job: dict) -> dict[str, Any]:
 def run_apart(python: str, ranks: int, job: dict) -> dict[str, Any]:
     """Do a job on ranks of their own, and return the figures of all."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    environment |= {"OMP_NUM_THREADS": str(job["threads"])}
+    environment |= {"OMP_NUM_THREADS": str(job["threads"]), "PYTHONPATH": str(ROOT / "src")}
+    if job["is_reference"]:
+        del environment["PYTHONPATH"]
     launch = [] if ranks == 1 else [*LAUNCH, "--rdzv-endpoint", "localhost:0"]
     launch += [] if ranks == 1 else ["--nproc-per-node", str(ranks)]
     with tempfile.TemporaryDirectory(dir=ROOT / "benchmarks" / ".models") as folder:
