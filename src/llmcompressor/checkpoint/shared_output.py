@@ -17,7 +17,7 @@ import xxhash
 from llmcompressor.checkpoint.journal import PROCESSOR, RunIdentity
 from llmcompressor.checkpoint.tensor_files import StoredTensor, digest_of
 from llmcompressor.errors import ArgumentError, OutputError
-from llmcompressor.runtime.collectives import Ranks
+from llmcompressor.runtime.collectives import Ranks, least_loaded
 from llmcompressor.runtime.progress import join_names
 
 Records = dict[str, dict[str, Any]]
@@ -45,11 +45,8 @@ class SharedOutput:
         for one in stored:
             unit = self._unit_of(one.name)
             sizes[unit] = sizes.get(unit, 0) + one.nbytes
-        loads = [0] * ranks.count
-        self._writers: dict[str, int] = {}
-        for unit in sorted(sizes, key=lambda one: (-sizes[one], one)):
-            self._writers[unit] = loads.index(min(loads))
-            loads[self._writers[unit]] += sizes[unit]
+        found = least_loaded([*sizes.items()], ranks.count)
+        self._writers = dict(zip(sizes, found, strict=True))
 
     def _unit_of(self, name: str) -> str:
         place = name.rpartition(".")[0]

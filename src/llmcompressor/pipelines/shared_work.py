@@ -26,7 +26,7 @@ from torch.nn import Module, Parameter
 from llmcompressor.core.contract import DataSize, Edits, Solving, Traits
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
-from llmcompressor.runtime.collectives import Ranks
+from llmcompressor.runtime.collectives import Ranks, least_loaded
 from llmcompressor.runtime.run_record import EXCHANGE, phase
 
 _STATUS = "quantization_status"
@@ -82,10 +82,8 @@ class SharedWork:
                 self._costs.update(parts)
             else:
                 members.update(groups)
-        loads = [0] * self.ranks.count
-        for name in sorted(members, key=lambda one: (-costs[one], one)):
-            owner = loads.index(min(loads))
-            loads[owner] += costs[name]
+        found = least_loaded([(name, costs[name]) for name in members], self.ranks.count)
+        for name, owner in zip(members, found, strict=True):
             self._owners.update(dict.fromkeys(members[name], owner))
             if owner == self.ranks.rank:
                 self._costs[members[name][0]] = costs[name]

@@ -48,7 +48,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapreplace
 from itertools import accumulate, pairwise
 from math import ceil
 
@@ -64,7 +63,7 @@ from llmcompressor.planning.result import (
     Rates,
 )
 from llmcompressor.planning.workload import BlockWork, GroupShare, Stop, Traffic, estimate_time
-from llmcompressor.runtime.collectives import PANEL, tree_children
+from llmcompressor.runtime.collectives import PANEL, least_loaded, tree_children
 
 WITHIN = {"cuda": 50.0, "cpu": 0.5}
 BETWEEN = {"cuda": 12.5, "cpu": 1.25}
@@ -224,21 +223,6 @@ class RankWork:
 
 # --------------------
 # Division of the work.
-
-
-def least_loaded(costs: Sequence[tuple[str, int]], ranks: int) -> list[int]:
-    """The rank of each thing: the costliest first, to the rank with the least so far.
-
-    Of equal costs the first name comes first, and of equal ranks the first.
-
-    >>> least_loaded([("a", 5), ("b", 3), ("c", 2)], 2)
-    [0, 1, 1]
-    """
-    heap, found = [(0, rank) for rank in range(ranks)], [0] * len(costs)
-    for place in sorted(range(len(costs)), key=lambda at: (-costs[at][1], costs[at][0])):
-        load, found[place] = heap[0]
-        heapreplace(heap, (load + costs[place][1], found[place]))
-    return found
 
 
 def owners(groups: Sequence[OwnedGroup], ranks: int) -> list[int]:

@@ -29,10 +29,11 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from heapq import heapreplace
 from types import TracebackType
 from typing import Any
 
@@ -466,6 +467,25 @@ class Ranks:
     def _count(self, sent: int, received: int) -> None:
         self.sent += sent
         self.received += received
+
+
+# --------------------
+# Division of work.
+
+
+def least_loaded(costs: Sequence[tuple[str, int]], ranks: int) -> list[int]:
+    """The rank of each thing: the costliest first, to the rank with the least so far.
+
+    Of equal costs the first name comes first, and of equal ranks the first.
+
+    >>> least_loaded([("a", 5), ("b", 3), ("c", 2)], 2)
+    [0, 1, 1]
+    """
+    heap, found = [(0, rank) for rank in range(ranks)], [0] * len(costs)
+    for place in sorted(range(len(costs)), key=lambda at: (-costs[at][1], costs[at][0])):
+        load, found[place] = heap[0]
+        heapreplace(heap, (load + costs[place][1], found[place]))
+    return found
 
 
 # --------------------
