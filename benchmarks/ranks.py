@@ -4,8 +4,10 @@
     benchmarks/ranks.py [--model 386M] [--repeat 3] [--reference-python PYTHON]
                         [--output benchmarks/results/ranks.md]
 
-Two ranks of one thread each stand beside one process of one thread, and one of two.  With the
-reference's interpreter its distributed calibration runs too, as its examples start it: in memory,
+Two ranks of one thread each stand beside one process of one thread, and one of two.  Two processes
+that each do all of the work at one time tell the floor: half of their time is what two ranks would
+take if sharing cost nothing, since two cores of one machine slow each other.  With the reference's
+interpreter its distributed calibration runs too, as its examples start it: in memory,
 each rank with its part of the samples.  Times are the least of ``--repeat`` runs of ``oneshot``,
 each the longest of its ranks, peaks the highest of any rank.  The tools take turns.
 """
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ WAYS = {
     "one process, 2 threads": (1, 2),
     "2 ranks, 1 thread each": (2, 1),
 }
+FLOOR = "floor: half of the time of two processes at once, 1 thread and all of the work each"
 REFERENCE = "llm-compressor, 2 ranks, 1 thread each"
 LAUNCH = ["-m", "torch.distributed.run", "--local-addr", "localhost", "--rdzv-backend", "c10d"]
 
@@ -73,8 +77,7 @@ def _reference(job: dict) -> dict[str, Any]:
     started = time.perf_counter()
     given = {"num_calibration_samples": len(own), "max_seq_length": 512}
     oneshot(model=model, recipe=recipe, dataset=own, **given)
-    if rank == 0:
-        model.save_pretrained(job["to"])
+    model.save_pretrained(job["to"])  # of all ranks: it waits for them itself
     torch.distributed.barrier()
     return {"seconds": time.perf_counter() - started, "peak": resident()["peak"], "ranks": []}
 
@@ -103,6 +106,14 @@ def run_apart(python: str, ranks: int, job: dict) -> dict[str, Any]:
     }
 
 
+def run_floor(job: dict) -> dict[str, Any]:
+    """Two processes do all of the work at one time; half of the time of the slower one."""
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: run_apart(sys.executable, 1, job), range(2)))
+    seconds = max(one["seconds"] for one in found) / 2
+    return {**found[0], "seconds": seconds, "peak": max(one["peak"] for one in found)}
+
+
 def main() -> None:
     """Measure all ways in turns, and print a table."""
     parser = argparse.ArgumentParser(
@@ -127,13 +138,14 @@ def main() -> None:
         "recipe": RECIPE,
     }
     ways = {name: (sys.executable, *how, False) for name, how in WAYS.items()}
+    ways[FLOOR] = (sys.executable, 1, 1, False)
     if given.reference_python:
         ways[REFERENCE] = (given.reference_python, 2, 1, True)
     best: dict[str, dict[str, Any]] = {}
     for _ in range(given.repeat):
         for name, (python, ranks, threads, is_reference) in ways.items():
             job = {**common, "threads": threads, "is_reference": is_reference}
-            found = run_apart(python, ranks, job)
+            found = run_floor(job) if name == FLOOR else run_apart(python, ranks, job)
             known = best.setdefault(name, found)
             known["seconds"] = min(known["seconds"], found["seconds"])
             known["peak"] = max(known["peak"], found["peak"])
