@@ -49,7 +49,7 @@ class Sample:
             path.name: path.read_bytes()
             for path in folder.iterdir()
             if path.suffix in (".yaml", ".json", ".jinja")
-            and path.name not in ("config.json", INDEX)
+            and path.name not in ("config.json", "manifest.json", INDEX)
         }
         return cls(config, tensors, files)
 

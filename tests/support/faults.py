@@ -6,6 +6,7 @@ A fault is a function that spoils a :class:`~checkpoint_samples.Sample`; ``FAULT
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -1326,6 +1327,38 @@ def setting_is_changed(sample: Sample) -> None:
 @fault("R6", "tokenizer.json", compared=True, severity=WARNING)
 def tokenizer_is_missing(sample: Sample) -> None:
     del sample.files["tokenizer.json"]
+
+
+# ------------------------------------------------------------------------ the manifest (M1 to M4)
+
+
+def manifest(sample: Sample, **parts: object) -> None:
+    """Give it a manifest of nothing but these parts."""
+    content = {"manifest": 1, "weights": {}, "files": {}, "source": {}, "about": {"files": {}}}
+    sample.files["manifest.json"] = json.dumps(content | parts).encode()
+
+
+@fault("M1", "manifest.json")
+def manifest_of_another_release(sample: Sample) -> None:
+    manifest(sample, manifest=99)
+
+
+@fault("M2", f"{UP}.weight_packed")
+def tensor_of_another_hash(sample: Sample) -> None:
+    held = {f"{UP}.weight_packed": "0" * 64}
+    manifest(sample, weights={"model-00001-of-00002.safetensors": {"header": "", "tensors": held}})
+
+
+@fault("M3", "model-00001-of-00001.safetensors")
+def weight_file_is_another(sample: Sample) -> None:
+    file = {"header": "", "tensors": {}}
+    manifest(sample, weights={"model-00001-of-00001.safetensors": file})
+
+
+@fault("M4", "generation_config.json", severity=WARNING)
+def side_file_is_missing(sample: Sample) -> None:
+    sample.files.pop("generation_config.json", None)
+    manifest(sample, files={"generation_config.json": "0" * 64})
 
 
 # ------------------------------------------------------------------------- llama.cpp (Q1 to Q5)

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from loguru import logger as loguru_logger
+from tests.support.manifests import stable_bytes
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from llmcompressor import oneshot
@@ -435,9 +436,9 @@ def _arm_end(strikes: Callable[[str], bool]) -> None:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Every file below ``folder`` and a hash of its bytes."""
+    """Every file below ``folder`` and a hash of its bytes, of a manifest without this run."""
     return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        str(path.relative_to(folder)): hashlib.sha256(stable_bytes(path)).hexdigest()
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from tests.support.manifests import stable_bytes
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -94,10 +95,13 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Every path below ``folder`` and a digest of its bytes (a folder's is empty)."""
+    """Every path below ``folder`` and a digest of its bytes (a folder's is empty).
+
+    Of a manifest what differs from run to run is left out.
+    """
     return {
         str(path.relative_to(folder)): (
-            hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+            hashlib.sha256(stable_bytes(path)).hexdigest() if path.is_file() else ""
         )
         for path in sorted(folder.rglob("*"))
     }

@@ -126,6 +126,7 @@ class BlockWeights:
         reads_ahead: enables :meth:`read_ahead`.
         digests: block → hash of its tensors as they were read.
         files: block → file that it was read from → the file's stamp before reading.
+        hashes: block → tensor → its hash as it was read.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class BlockWeights:
         self.reads_ahead = True
         self.digests: dict[str, str] = {}
         self.files: dict[str, Mapping[str, str]] = {}
-        self._rest: Mapping[str, str] = {}
+        self.hashes: dict[str, Mapping[str, str]] = {}
         self._stamps: dict[str, str] = {}
 
     def source_bytes(self, block: str) -> int:
@@ -155,7 +156,7 @@ class BlockWeights:
     def fingerprint(self) -> dict[str, str]:
         """The hashes of what was read so far: block, or name of a tensor outside blocks → hash."""
         blocks = {block: digest for block, digest in self.digests.items() if block != REST}
-        return {**self._rest, **blocks}
+        return {**self.hashes.get(REST, {}), **blocks}
 
     def load_rest(self) -> None:
         """Load everything outside the blocks, and resolve which embeddings are tied."""
@@ -182,7 +183,7 @@ class BlockWeights:
                             "get it anew."
                         )
                     advance(1)
-                self.digests[block] = _combined(hashes)
+                self.digests[block], self.hashes[block] = _combined(hashes), hashes
 
     def load(self, block: str) -> None:
         """Read a block's tensors and put them into the model.
@@ -203,9 +204,7 @@ class BlockWeights:
                     "is compared with it, and kept where nothing is another.",
                 )
         self._check_digest(block, read.digest)
-        self.files[block] = read.files
-        if block == REST:
-            self._rest = read.hashes
+        self.files[block], self.hashes[block] = read.files, read.hashes
         self.put(read.tensors, self._blueprint.names)
         self.settle()
         self._fill_tied(block)

@@ -46,6 +46,7 @@ from llmcompressor.checkpoint.journal import (
 )
 from llmcompressor.checkpoint.load import check_finite_weights
 from llmcompressor.checkpoint.manifest import OutputManifest, compress_block
+from llmcompressor.checkpoint.manifest_file import WrittenWeights
 from llmcompressor.checkpoint.meta_model import MetaModel
 from llmcompressor.checkpoint.model_config import read_report
 from llmcompressor.checkpoint.moe_names import dense_experts_fused, fuse_dense_experts
@@ -733,11 +734,22 @@ class StreamedBlocks(BlockSource):
             return
         manifest, overwrite = self._output.manifest, self._output.overwrite
         if not workspace.is_published:
-            write_non_weight_files(self.model, workspace.files, options, manifest, self._layout)
+            weights = self._written_weights()
+            write_non_weight_files(self.model, workspace.files, options, manifest, weights)
             workspace.mark_ready()
         workspace.publish(replace=overwrite)
         logger.info(f"Saved {workspace.target}.")
         self._ranks.exchange(None, what="writing of the other files")
+
+    def _written_weights(self) -> WrittenWeights:
+        """The weight files with all hashes, of this run and of those that it goes on from."""
+        entries = self._journal.entries
+        written: dict[str, str] = {}
+        read = dict(self.weights.hashes.get(REST, {}))
+        for (stage, _), entry in entries.items():
+            written |= entry.written if stage == self._last else {}
+            read |= entry.read
+        return WrittenWeights(self._layout, written, self.headers, read)
 
     def show(self) -> None:
         """Make the model load its blocks lazily from the output."""
@@ -806,7 +818,7 @@ class StreamedBlocks(BlockSource):
         self._ranks.tally["written"] += sum([one.nbytes for one in own.values()])
         if self._ranks.count == 1:
             alone = partial(self._commit, block, records)
-            self._writer.write(own, lambda digests: alone(digest_of(digests)))
+            self._writer.write(own, lambda written: alone(digest_of(written), written))
             return
         self._writer.flush()
         self._note_durable()
@@ -815,16 +827,24 @@ class StreamedBlocks(BlockSource):
     def _note_durable(self) -> None:
         """Journal the blocks that all ranks have written."""
         if self._ranks.count > 1:
-            for block, (records, digest) in self._shared.take_durable().items():
+            for block, (records, written) in self._shared.take_durable().items():
                 if self._ranks.rank == 0:
-                    self._commit(block, records, digest)
+                    self._commit(block, records, digest_of(written), written)
 
-    def _commit(self, block: str, report: Mapping[str, Any], digest: str) -> None:
-        source, files = "", dict[str, str]()
+    def _commit(
+        self,
+        block: str,
+        report: Mapping[str, Any],
+        digest: str,
+        written: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        source, files, read = "", dict[str, str](), dict[str, str]()
         if self.stage == 0:
             source = self.weights.digests.get(block, "")
             files = dict(self.weights.files.get(block, {}))
-        self._journal.add(BlockEntry(block, digest, source, report, self.stage, files))
+            read = dict(self.weights.hashes.get(block, {}))
+        entry = BlockEntry(block, digest, source, report, self.stage, files, dict(written), read)
+        self._journal.add(entry)
 
     def _put_scratch(
         self, stage: int, block: str, modules: Collection[Module] | None = None

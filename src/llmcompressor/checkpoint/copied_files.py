@@ -26,12 +26,13 @@ _WRITTEN_HERE = frozenset(
         "recipe.yaml",
         "recipe.schema.json",
         "compression_report.json",
+        "manifest.json",
         "report.html",
         *SIDE_FILES,
     }
 )
 """What the output has of its own, and what other methods say of how they quantized."""
-_OF_A_RUN = re.compile(
+OF_A_RUN = re.compile(
     r"(?:all|eval|train)_results\.json|trainer_state\.json|training_args\.bin|events\.out\..*"
     r"|(?:optimizer|scheduler|scaler|rng_state)\b.*\.(?:pth?|bin)|checkpoint-\d+|.*\.(?:partial|old)(?:-.+)?|.*\.converted"
 )
@@ -86,7 +87,7 @@ def _every(source: Path, without: Collection[str]) -> Iterator[tuple[Path, bool]
 
 
 def _under(path: Path, source: Path, whole: Collection[str]) -> Iterator[tuple[Path, bool]]:
-    if _NOT_OF_THE_MODEL.fullmatch(path.name) or _OF_A_RUN.fullmatch(path.name):
+    if _NOT_OF_THE_MODEL.fullmatch(path.name) or OF_A_RUN.fullmatch(path.name):
         return
     if path.relative_to(source).as_posix() in whole:
         yield from ((one, True) for one in _files_below(path))

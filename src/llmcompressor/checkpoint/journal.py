@@ -77,7 +77,8 @@ class BlockEntry:
 
     ``digest`` and ``source`` are hashes of its tensors as they were written and read, ``files`` the
     stamps of the files that they were read from, ``report`` the modifiers' records of its modules,
-    and ``stage`` is the pass that wrote it; the last pass writes the output.
+    and ``stage`` is the pass that wrote it; the last pass writes the output. ``written`` and
+    ``read`` have the hash of each tensor of the output and of the source, for the manifest.
     """
 
     block: str
@@ -86,6 +87,8 @@ class BlockEntry:
     report: Mapping[str, Any] = field(default_factory=dict)
     stage: int = 0
     files: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, str] = field(default_factory=dict)
+    read: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,7 @@ class OutputManifest:
         tied: input and output embeddings are one tensor; ``None`` if there is no pair.
         kinds: stored path of a module → its kind, ``linear`` or ``embedding``.
         left: tensors of the source that are not stored, and that nothing removed on purpose.
+        origins: weight file of the source → stored modules that are made of it, if it has several.
     """
 
     quantized: Sequence[QuantizedModule]
@@ -157,6 +158,7 @@ class OutputManifest:
     tied: bool | None
     kinds: Mapping[str, str] = field(default_factory=dict)
     left: Sequence[str] = ()
+    origins: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def build_manifest(
@@ -242,7 +244,32 @@ def manifest_of(
         contents.tied,
         module_kinds(model),
         left,
+        _origins(contents, stored, headers),
     )
+
+
+def _origins(
+    contents: PartitionedState, stored: Sequence[StoredTensor], headers: Mapping[str, TensorHeader]
+) -> dict[str, list[str]]:
+    """Return the stored modules that are made of each file, by the model's modules between them."""
+    if len({header.file for header in headers.values()}) < 2:
+        return {}
+    files: dict[str, set[str]] = {}
+    for name, loaded in contents.names.loaded(headers, contents.state).items():
+        files.setdefault(loaded.target.rpartition(".")[0], set()).add(headers[name].file.name)
+    places = contents.names.stored(contents.compressed)
+    modules = {place: name for name, place in places.items()}
+    plain = contents.names.loaded((one.name for one in stored), contents.state)
+    found: dict[str, set[str]] = {}
+    for name, place in ((one.name, one.name.rpartition(".")[0]) for one in stored):
+        target = plain[name].target.rpartition(".")[0] if name in plain else place
+        module = modules.get(place, target)
+        own = {headers[name].file.name} if name in headers else set()
+        while module and module not in files:  # of a stack, its experts are made
+            module = module.rpartition(".")[0]
+        for file in own or files.get(module, ()):
+            found.setdefault(file, set()).add(place)
+    return {file: sorted(found[file], key=natural_key) for file in sorted(found)}
 
 
 def compress_block(

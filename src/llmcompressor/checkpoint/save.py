@@ -43,6 +43,12 @@ from llmcompressor.checkpoint.manifest import (
     packed_modules,
     partition_state_dict,
 )
+from llmcompressor.checkpoint.manifest_file import (
+    MANIFEST_FILE,
+    RunRecord,
+    WrittenWeights,
+    write_manifest,
+)
 from llmcompressor.checkpoint.model_config import (
     LEFT_BEHIND,
     STORED_AS,
@@ -129,6 +135,7 @@ class SaveOptions:
         source: the original model's folder or hub id; the folder the model was loaded from if
             ``None``.
         report: decisions and figures to store alongside the weights, as JSON data.
+        run: what decided the output, for its manifest.
         check: called with the folder and the original's as ``source`` when all else is written (by
             ``save_pretrained`` with ``kinds`` too, those of the modules); its result is stored in
             the report.
@@ -144,6 +151,7 @@ class SaveOptions:
     recipe: Text = None
     source: str | os.PathLike[str] | None = None
     report: Mapping[str, Any] | None = None
+    run: RunRecord | None = None
     check: Check = None
     page: Callable[[Path, Path | None], None] | None = None
     dtype: torch.dtype | None = None
@@ -340,26 +348,29 @@ def write_checkpoint(
             name = type(model).__name__
             logger.info(f"Carrying over {len(manifest.extras)} tensors that {name} does not own.")
         layout = layout_files(manifest.stored, size("max_shard_size", options.max_shard_size))
-        _write_weights(folder, layout, contents, manifest)
-        write_non_weight_files(model, folder, options, manifest, layout)
+        written = _write_weights(folder, layout, contents, manifest)
+        write_non_weight_files(model, folder, options, manifest, WrittenWeights(layout, written))
 
 
 def _write_weights(
     folder: Path, layout: OutputLayout, contents: PartitionedState, manifest: OutputManifest
-) -> None:
+) -> dict[str, str]:
+    """Write all tensors, and return the SHA-256 of each."""
     every = chain(
         ({name: tensor} for name, tensor in contents.plain.items()),
         packed_modules(contents.names, contents.compressed),
         ({name: tensor} for name, tensor in read_tensors(manifest.extras)),
     )
+    written: dict[str, str] = {}
     unreturned = 0
     with closing(TensorWriter(folder, layout)) as writer:
         for tensors in every:
-            writer.write(writer.as_planned(tensors))
+            written |= writer.write(writer.as_planned(tensors))
             unreturned += sum(tensor.nbytes for tensor in tensors.values())
             if unreturned >= _RETURN_EVERY:
                 malloc_trim()  # temporaries of packing fragment the heap
                 unreturned = 0
+    return written
 
 
 def write_non_weight_files(
@@ -367,10 +378,11 @@ def write_non_weight_files(
     folder: Path,
     options: SaveOptions,
     prediction: OutputManifest,
-    layout: OutputLayout,
+    weights: WrittenWeights,
 ) -> None:
     """Write every file of a checkpoint except its weights, which are not read."""
-    index = layout.index()
+    (folder / MANIFEST_FILE).unlink(missing_ok=True)  # of a call that was killed here
+    index = weights.layout.index()
     if index is not None:
         (folder / INDEX).write_text(index, encoding="utf-8")
     source = options.folder(model)
@@ -392,6 +404,7 @@ def write_non_weight_files(
         write_report(folder, report, source, options.check)
     if options.page is not None:
         options.page(folder, source)
+    write_manifest(folder, weights, prediction.origins, source, options.run)
 
 
 def planned_config(

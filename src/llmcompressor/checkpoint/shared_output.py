@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from llmcompressor.checkpoint.journal import PROCESSOR, RunIdentity
-from llmcompressor.checkpoint.tensor_files import StoredTensor, digest_of
+from llmcompressor.checkpoint.tensor_files import StoredTensor
 from llmcompressor.errors import ArgumentError, OutputError
 from llmcompressor.runtime.collectives import Ranks, least_loaded
 from llmcompressor.runtime.progress import join_names
@@ -112,18 +112,15 @@ class SharedOutput:
         """Note that this rank's part of a block is durable."""
         self._durable[block], self._records[block] = digests, records
 
-    def take_durable(self) -> dict[str, tuple[Records, str]]:
-        """Blocks whose parts are durable on all ranks: what was recorded, and their hash.
+    def take_durable(self) -> dict[str, tuple[Records, dict[str, str]]]:
+        """Blocks whose parts are durable on all ranks: what was recorded, and each tensor's hash.
 
         All ranks call it when they have written the same blocks.
         """
         parts = self.ranks.exchange(self._durable, what="written parts of blocks")
         records, self._durable, self._records = self._records, {}, {}
         return {
-            block: (
-                records[block],
-                digest_of({k: v for part in parts for k, v in part[block].items()}),
-            )
+            block: (records[block], {k: v for part in parts for k, v in part[block].items()})
             for block in records
         }
 

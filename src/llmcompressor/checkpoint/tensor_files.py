@@ -9,6 +9,7 @@ raises an error with the file's name.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import mmap
 import os
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -67,6 +68,16 @@ _APART = 2**21
 """Bytes from which on memory is asked of the system: a huge page."""
 SHARD_SIZE = 20_000_000_000
 """Bytes of tensors per file, unless the user says otherwise."""
+
+
+class Digest(Protocol):
+    """A hash that takes bytes piece by piece."""
+
+    def update(self, data: Any, /) -> object:
+        """Take more bytes."""
+
+    def hexdigest(self) -> str:
+        """Return the hash of all bytes so far."""
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -145,7 +156,7 @@ class TensorReader:
         for header in headers.values() if opened else ():
             self._descriptor(header.file)
 
-    def read(self, name: str, digest: xxhash.xxh3_128 | None = None) -> Tensor:
+    def read(self, name: str, digest: Digest | None = None) -> Tensor:
         """Read a tensor into CPU memory, in the dtype of the file; its bytes update ``digest``.
 
         Raises:
@@ -155,7 +166,7 @@ class TensorReader:
         dtype = torch_dtype(name, header)
         whole = header.shape if header.matrix is None else header.matrix
         shape = torch_shape(header.dtype, whole)
-        nbytes = prod(shape) * dtype.itemsize
+        nbytes = _stored_bytes(name, header)
         data = self._buffers.take(nbytes)
         view = bytes_of(data)
         done = 0
@@ -424,11 +435,11 @@ class TensorWriter:
         return found
 
     def write(self, tensors: Mapping[str, Tensor], *, durable: bool = False) -> dict[str, str]:
-        """Write tensors :meth:`as_planned`, synced if ``durable``; return the hash of each."""
+        """Write tensors :meth:`as_planned`, synced if ``durable``; return the SHA-256 of each."""
         touched, found = set(), {}
         for name in sorted(tensors):
             view = bytes_of(tensors[name])
-            found[name] = xxhash.xxh3_128_hexdigest(view)
+            found[name] = hashlib.sha256(view).hexdigest()
             place = self._layout.places[name]
             with errors_naming(self._folder / place.file):
                 _write_all(self._files[place.file], view, place.offset)
@@ -439,19 +450,13 @@ class TensorWriter:
         return found
 
     def digests_of(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the hashes of the bytes now stored in the places of some tensors."""
+        """Return the SHA-256 of the bytes now stored in the places of some tensors."""
         found = {}
         for name in sorted(names):
-            digest = xxhash.xxh3_128()
+            digest = hashlib.sha256()
             place = self._layout.places[name]
-            offset, left = place.offset, place.nbytes
-            while left:
-                with errors_naming(self._folder / place.file):
-                    part = os.pread(self._files[place.file], min(left, _MOST), offset)
-                if not part:
-                    break
-                digest.update(part)
-                offset, left = offset + len(part), left - len(part)
+            with errors_naming(self._folder / place.file):
+                _hash_range(self._files[place.file], place.offset, place.nbytes, digest)
             found[name] = digest.hexdigest()
         return found
 
@@ -466,6 +471,38 @@ def digest_of(digests: Mapping[str, str]) -> str:
     """Return the hash of several tensors, made of the hash of each, in the order of their names."""
     text = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _hash_range(descriptor: int, offset: int, nbytes: int, digest: Digest) -> None:
+    """Update a hash with a range of a file, up to the file's end."""
+    end = offset + nbytes
+    while offset < end:
+        part = os.pread(descriptor, min(end - offset, _CHUNK), offset)
+        if not part:
+            break
+        digest.update(part)
+        offset += len(part)
+
+
+def hashes_of(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
+    """Return the hash of the bytes of each tensor of a source, as :class:`TensorReader` makes it.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    found = {}
+    for name, header in headers.items():
+        digest = xxhash.xxh3_128()
+        with _read_errors(header.file), header.file.open("rb", buffering=0) as stream:
+            _hash_range(stream.fileno(), header.offset, _stored_bytes(name, header), digest)
+        found[name] = digest.hexdigest()
+    return found
+
+
+def _stored_bytes(name: str, header: TensorHeader) -> int:
+    """Return the bytes that are read of a file for a tensor; of a selection those of its matrix."""
+    whole = header.shape if header.matrix is None else header.matrix
+    return prod(torch_shape(header.dtype, whole)) * torch_dtype(name, header).itemsize
 
 
 def _write_all(descriptor: int, view: memoryview, offset: int) -> None:

@@ -43,7 +43,7 @@ from llmcompressor.datasets import rows
 from llmcompressor.datasets.calibration import load_calibration
 from llmcompressor.datasets.source import GOOD_CHOICES, Source, check_data_exists, open_source
 from llmcompressor.datasets.text import NoTokenizerError, moment
-from llmcompressor.entrypoints.fingerprints import values_fingerprint
+from llmcompressor.entrypoints.fingerprints import call_record, values_fingerprint
 from llmcompressor.errors import (
     ArgumentError,
     DatasetError,
@@ -199,6 +199,7 @@ class Task:
         also_known: Iterable[str] = (),
     ) -> None:
         self.run_type = run_type
+        self.call = call_record(run_type, arguments)
         self._no_processor = ""
         parsed = parse_arguments(
             arguments,

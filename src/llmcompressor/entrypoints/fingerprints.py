@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
 import os
 import platform
@@ -24,6 +26,7 @@ from torch.nn import Module, Parameter
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.journal import PROCESSOR, RunIdentity
+from llmcompressor.checkpoint.manifest_file import RunRecord
 from llmcompressor.checkpoint.side_files import PROCESSOR_FILES
 from llmcompressor.checkpoint.source import CONFIG, SourceInfo, inspect_source
 from llmcompressor.checkpoint.tensor_files import bytes_of
@@ -34,6 +37,8 @@ from llmcompressor.modeling.sharded import full_shape, gather_full, local_shard
 from llmcompressor.numerics.products import is_slow_dtype
 from llmcompressor.runtime.registry import normalize_name
 
+OBJECT = "object"
+"""In a recorded call, the class of an argument that was no JSON data."""
 _LIBRARIES = ("llmcompressor", "torch", "transformers", "compressed-tensors")
 _VECTOR = re.compile(r"amx|avx|fma|sve|sme|bf16|i8mm|dot|fp16|rvv|vnni|vsx|vxe")
 """Instructions that products are computed with; each library chooses among those that there are."""
@@ -52,7 +57,7 @@ _CALIBRATION = (
 
 
 def run_identity(
-    source: SourceInfo,
+    source: SourceInfo | None,
     *,
     recipe: str | None,
     batches: Iterable[Mapping[str, Any]] | None,
@@ -64,7 +69,7 @@ def run_identity(
     """Return the identity of a run, the first entry of its journal.
 
     Args:
-        source: the original checkpoint.
+        source: the original checkpoint; ``None`` if the model is in memory.
         recipe: as YAML.
         batches: calibration batches.
         dataset_args: calibration arguments.
@@ -73,7 +78,7 @@ def run_identity(
         output: options that determine how the output is written.
     """
     found = RunIdentity(
-        source=source_fingerprint(source),
+        source=None if source is None else source_fingerprint(source),
         recipe=recipe,
         output=dict(output),
         **environment(dtype, device),
@@ -105,8 +110,13 @@ def environment(
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         PROCESSOR: {"machine": platform.machine(), **(_processor(device) if computes else {})},
-        "versions": {name: _version(name) for name in _LIBRARIES},
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that compute and write."""
+    return {name: _version(name) for name in _LIBRARIES}
 
 
 def _processor(device: torch.device) -> dict[str, str]:
@@ -152,6 +162,81 @@ def _batches_fingerprint(batches: Iterable[Mapping[str, Any]]) -> str:
                 digest.update(name.encode())
                 _update(digest, value)
     return f"{count} batches, {digest.hexdigest()}"
+
+
+# --------------------
+# What the manifest of an output says of the run.
+
+_OF_THE_MODEL = frozenset({"source", "weights", "model", "registered", "place"})
+"""Parts of an identity that the manifest has of its own, from the files as they were read."""
+_NOT_OF_A_CALL = frozenset(
+    {
+        *("cache_dir", "dry_run", "loggers", "log_dir", "max_memory", "overwrite", "report"),
+        *("overwrite_output_dir", "resume", "resume_from_checkpoint", "verify"),
+        *("hub_token", "push_to_hub_token", "use_auth_token"),
+        *("recipe", "recipe_args", "stage"),
+    }
+)
+"""Arguments that decide no byte, secrets, and those of the recipe, whose text is recorded."""
+_NOT_TOLD = frozenset({"dataset", "raw_kwargs"})
+"""Arguments that may hold the data itself or a key to it: only a name is recorded."""
+_MOST_RECORDED = 4096
+"""Characters of an argument that is recorded as it is."""
+
+
+def run_record(
+    identity: Mapping[str, Any],
+    call: Mapping[str, Any],
+    *,
+    ranks: int = 1,
+    source: Mapping[str, Any] | None = None,
+) -> RunRecord:
+    """Return what the manifest says of a run.
+
+    Args:
+        identity: of the run.
+        call: of :func:`call_record`.
+        ranks: the number of processes that shared the work.
+        source: fingerprint of a model in memory before the run.
+    """
+    decided = {name: value for name, value in identity.items() if name not in _OF_THE_MODEL}
+    told = {name: decided.pop(name) for name in ("moment",) if name in decided}
+    recipe = decided.pop("recipe", None)
+    decided["recipe"] = None if recipe is None else hashlib.sha256(recipe.encode()).hexdigest()
+    decided["ranks"] = ranks
+    return RunRecord(decided, {**call, "recipe": recipe}, told, source or {})
+
+
+def call_record(function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call as JSON data, to be made again.
+
+    Args:
+        function: its name.
+        arguments: as they were given. An object that is no JSON data is recorded by its class, and
+            has to be given again; so is data in memory. A token is not recorded.
+    """
+    kept = {
+        name: _recorded(name, one)
+        for name, one in sorted(arguments.items())
+        if one is not None and name not in _NOT_OF_A_CALL
+    }
+    return {"function": function, "arguments": kept}
+
+
+def _recorded(name: str, value: Any) -> Any:
+    text = ""
+    if name not in _NOT_TOLD or isinstance(value, str | os.PathLike):
+        with contextlib.suppress(TypeError, ValueError):
+            text = json.dumps(value, default=_plain)
+    is_short = 0 < len(text) <= _MOST_RECORDED
+    return json.loads(text) if is_short else {OBJECT: type_fingerprint(value)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a path or a scheme as JSON data; TypeError for another object."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    return os.fspath(value)
 
 
 # --------------------
@@ -272,6 +357,19 @@ def folder_fingerprint(folder: Path) -> dict[str, Any]:
         processor.update(f"{name} {len(content)}\n".encode())
         processor.update(content)
     return {**found, "processor": processor.hexdigest()} if names else found
+
+
+def fingerprint_of(given: Any, model: Module, folder: str | None) -> dict[str, Any]:
+    """Return the fingerprint of a model in memory: of its files, if it was given by its place.
+
+    Args:
+        given: the argument: a place, or the model itself.
+        model: the model.
+        folder: the local folder of that place.
+    """
+    if isinstance(given, str | os.PathLike) and folder is not None:
+        return folder_fingerprint(Path(folder))
+    return model_fingerprint(model)
 
 
 def record_change(model: Any, begun: Mapping[str, str] | None) -> None:

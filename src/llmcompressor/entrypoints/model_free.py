@@ -45,6 +45,7 @@ from llmcompressor.entrypoints.arguments import (
     together,
 )
 from llmcompressor.entrypoints.conversion import converted_checkpoint, parse_converters
+from llmcompressor.entrypoints.fingerprints import call_record
 from llmcompressor.entrypoints.run import MemoryLimits, compress, streamed_blocks
 from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
 from llmcompressor.logger import logger, show_runs_quietly
@@ -159,6 +160,10 @@ def model_free_ptq(
             overwrite=overwrite,
         )
         assert job.output_dir is not None
+        given = {"model": job.place, "scheme": scheme, "ignore": ignore, "config": config}
+        job.call = call_record(
+            "model_free_ptq", {**given, "device": chosen, "converter": converter}
+        )
         processes.check_equal("recipe", job.recipe.yaml())
         processes.check_equal("save_directory", str(job.output_dir))
         with first_before_others(processes, "source"):

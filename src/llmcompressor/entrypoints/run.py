@@ -29,6 +29,7 @@ from llmcompressor.checkpoint.load import (
     remove_offloading,
 )
 from llmcompressor.checkpoint.manifest import module_kinds
+from llmcompressor.checkpoint.manifest_file import RunRecord
 from llmcompressor.checkpoint.meta_model import MetaModel, build_meta_model
 from llmcompressor.checkpoint.moe_names import unfuse_meta_model, unfuse_stored_experts
 from llmcompressor.checkpoint.names import drop_dequantizing_conversions, record_prefix
@@ -64,7 +65,7 @@ from llmcompressor.entrypoints.arguments import (
     compression_report,
     parse_device,
 )
-from llmcompressor.entrypoints.fingerprints import run_identity
+from llmcompressor.entrypoints.fingerprints import fingerprint_of, run_identity, run_record
 from llmcompressor.entrypoints.verify import (
     check_servable,
     is_meant_unservable,
@@ -614,6 +615,8 @@ class _Run:
     ) -> None:
         self._job, self._blocks, self._processor = job, blocks, processor
         self._batches, self._session = batches, session
+        self._known: RunIdentity | None = None
+        self._began_with: Mapping[str, Any] = {}
 
     def __call__(self) -> Module:
         """Load, check, compress, write and publish."""
@@ -622,6 +625,8 @@ class _Run:
         session.state.run.keeps_tied_embeddings = job.keeps_ties
         session.state.run.device_memory = limits.of(blocks.device)
         blocks.load(check=self._batches is not None, tied=job.model_args.tie_word_embeddings)
+        if isinstance(blocks, ResidentBlocks):  # others read the files, with a hash of each tensor
+            self._began_with = fingerprint_of(job.model_args.model, blocks.model, job.source)
         going_on = session.initialize(
             model=blocks.model,
             start=-1,
@@ -658,6 +663,7 @@ class _Run:
                 recipe=job.applied_recipe(session.lifecycle.recipe),
                 source=blocks.source_folder,
                 report=report,
+                run=self._record(),
                 check=verify_saved if job.run_args.verify else None,
                 page=write_run_page if job.run_args.report else None,
                 once=job.processes.count > 1,
@@ -744,22 +750,34 @@ class _Run:
             recipe=job.applied_recipe(self._session.lifecycle.recipe),
             source=self._blocks.source_folder,
             report=report,
+            run=self._record(),
             check=partial(verify_written, kinds=kinds) if job.run_args.verify else None,
             page=write_run_page if job.run_args.report else None,
         )
 
-    def _identity(self, blocks: StreamedBlocks, predictions: Sequence[Prediction]) -> RunIdentity:
+    def _record(self) -> RunRecord:
+        """Return what the manifest says of the run."""
+        if self._known is None:
+            dtype = getattr(self._blocks.model, "dtype", torch.float32)
+            self._known = self._identity_of(None, dtype, self._blocks.device)
+        shared = self._session.state.run.ranks is not None
+        count = self._job.processes.count if shared else 1
+        return run_record(self._known, self._job.call, ranks=count, source=self._began_with)
+
+    def _identity_of(
+        self, source: SourceInfo | None, dtype: torch.dtype, device: torch.device
+    ) -> RunIdentity:
         job = self._job
         processor = job.model_args.processor
         found = run_identity(
-            blocks.source,
+            source,
             recipe=self._session.get_serialized_recipe(),
             batches=self._batches,
             dataset_args=job.dataset_args,
-            dtype=blocks.dtype,
-            device=blocks.device,
+            dtype=dtype,
+            device=device,
             output={
-                "class": type(blocks.model).__name__,
+                "class": type(self._blocks.model).__name__,
                 "save_compressed": job.model_args.save_compressed,
                 "tie_word_embeddings": job.model_args.tie_word_embeddings,
                 "processor": str(local_directory(processor) or processor)
@@ -767,6 +785,12 @@ class _Run:
                 else type(processor).__name__,
             },
         )
+        if self._batches is not None:
+            found[MOMENT] = job.moment.isoformat()
+        return found
+
+    def _identity(self, blocks: StreamedBlocks, predictions: Sequence[Prediction]) -> RunIdentity:
+        found = self._identity_of(blocks.source, blocks.dtype, blocks.device)
         registered = {
             str(place): one.registered
             for place, one in enumerate(predictions)
@@ -774,7 +798,6 @@ class _Run:
         }
         if registered:
             found["registered"] = registered
-        if self._batches is not None:
-            found[MOMENT] = job.moment.isoformat()
         found["weights"] = blocks.weights.fingerprint
+        self._known = found
         return found

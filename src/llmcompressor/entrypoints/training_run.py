@@ -29,6 +29,7 @@ from llmcompressor.checkpoint.load import (
     model_class,
 )
 from llmcompressor.checkpoint.manifest import module_kinds
+from llmcompressor.checkpoint.manifest_file import RunRecord
 from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
 from llmcompressor.checkpoint.source import is_hub_id, quantization_method
@@ -38,7 +39,7 @@ from llmcompressor.entrypoints.arguments import (
     collect_reports,
     compression_report,
 )
-from llmcompressor.entrypoints.fingerprints import record_change
+from llmcompressor.entrypoints.fingerprints import record_change, run_record
 from llmcompressor.entrypoints.run import load_whole_model
 from llmcompressor.entrypoints.training_task import (
     Training,
@@ -233,6 +234,7 @@ class _Run:
         self.model: Any = None
         self.processor: Any = None
         self.began_with: Mapping[str, str] | None = None
+        self.record = RunRecord()
 
     def __call__(self) -> Module:
         """Load, train and write the model."""
@@ -252,6 +254,9 @@ class _Run:
             task.data.check_steps(task.args.max_steps)
         use_cache = getattr(self.model.config, "use_cache", None)
         identity = task.identity(self.model, teacher, train_samples)
+        self.record = run_record(
+            identity, task.call, ranks=task.args.world_size, source=identity["model"]
+        )
         folder = open_training_folder(
             task.output_dir,
             identity,
@@ -374,7 +379,12 @@ class _Run:
         check = verify_saved if task.run_args.verify else None
         page = write_run_page if task.run_args.report else None
         options = SaveOptions(
-            recipe=recipe, source=task.source, report=report, check=check, page=page
+            recipe=recipe,
+            source=task.source,
+            report=report,
+            run=self.record,
+            check=check,
+            page=page,
         )
         modify_save_pretrained(self.model, options)
         state = None

@@ -186,7 +186,7 @@ def _summarize_report(report: VerificationReport) -> dict[str, Any]:
         f"{report.seconds:.1f} s: {counts}."
     )
     kept = report.as_dict()
-    for of_this_run in ("checkpoint", "reference", "seconds"):
+    for of_this_run in ("checkpoint", "reference", "seconds", "has_manifest"):
         kept.pop(of_this_run, None)
     return kept
 

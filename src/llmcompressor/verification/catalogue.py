@@ -56,6 +56,10 @@ F5 |  | error | files | every tensor of the index is in the shard that it names
 F6 |  | error | files | no tensor and no shard is left over
 F7 |  | error | files | no tensor is in two shards
 F8 |  | error | files | the index's total is that of the tensors
+M1 |  | error | the manifest | manifest.json can be read
+M2 |  | error | the manifest | tensors are as the run wrote them
+M3 |  | error | the manifest | weight files are those of the run, with their headers
+M4 |  | warning | the manifest | config.json and the files beside it are as the run wrote them
 C1 |  | error | headers | tensors have the shapes of their scheme
 C2 |  | error | headers, by transformers | tensors have the shapes and dtypes of the class
 C4 |  | error | configuration | schemes are those that their formats hold

@@ -16,6 +16,7 @@ from llmcompressor.verification.closeness import WeightError
 from llmcompressor.verification.expected import Codes, codes_of, expected_tensors, misfits
 from llmcompressor.verification.facts import Deployment, Finding, Severity
 from llmcompressor.verification.files import Files, open_checkpoint
+from llmcompressor.verification.manifest import ReadHashes, check_manifest, read_manifest
 from llmcompressor.verification.modules import Entry
 from llmcompressor.verification.reference import Reference
 from llmcompressor.verification.report import VerificationReport
@@ -104,9 +105,15 @@ def _verify(
         original = None
     else:
         findings += [*check_tie(files), *check_static(files)]
+    manifest = read_manifest(files)
+    hashes = ReadHashes(() if manifest is None else manifest.tensors)
+    files.listener = None if manifest is None else hashes.take
     done = list(_read_all(files, view, original, workers))
     for one in done:
         findings += one.findings
+    if manifest is not None:
+        with ThreadPoolExecutor(_count(workers)) as pool:
+            findings += check_manifest(files, manifest, hashes, pool.map)
     if original is not None:
         used = {name for one in done for name in one.used}
         findings += [*original.unlike(), *original.missing(used), *original.beside()]
@@ -121,6 +128,7 @@ def _verify(
         seconds=time.perf_counter() - start,
         work=original.work.value if original is not None else "",
         errors=tuple(one.error for one in done if one.error is not None),
+        has_manifest=manifest is not None,
     )
 
 
@@ -172,18 +180,21 @@ def _read_all(
     """Every module's data, in the order in which it lies in the files."""
     entries = sorted(view.entries.values(), key=lambda entry: _position(files, entry))
     schemes = {entry.name: scheme for entry, scheme in view.coded}
-    count = workers or min(os.cpu_count() or 1, _MOST_WORKERS)
 
     def work(entry: Entry) -> _Done:
         return _read(files, view, original, entry, schemes.get(entry.name))
 
     with (
         progress(len(entries), "Verifying") as advance,
-        ThreadPoolExecutor(max_workers=count) as pool,
+        ThreadPoolExecutor(_count(workers)) as pool,
     ):
         for one in _ordered(pool, work, entries):
             advance()
             yield one
+
+
+def _count(workers: int | None) -> int:
+    return workers or min(os.cpu_count() or 1, _MOST_WORKERS)
 
 
 def _ordered(

@@ -86,8 +86,8 @@ class Finding:
     """Finding: a thing that is wrong.
 
     Attributes:
-        rule: the rule's number: ``S30`` as in the serving rules, or ``F``, ``C``, ``V``, ``R``,
-            ``L`` for files, consistency, values, the reference and loading.
+        rule: the rule's number: ``S30`` as in the serving rules, or ``F``, ``M``, ``C``, ``V``,
+            ``R``, ``L`` for files, the manifest, consistency, values, the reference and loading.
         module: the module, tensor or file it is about; empty for the whole.
         message: what is wrong, one sentence.
         remedy: what to do about it, one sentence.

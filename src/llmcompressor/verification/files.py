@@ -8,11 +8,12 @@ what was read does not stay in the process.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -38,6 +39,7 @@ _OTHER_FILES = {
     ".pth": "of torch: save_pretrained writes safetensors",
     ".onnx": "of ONNX, of which nothing is checked here",
 }
+_PIECE = 1 << 22
 _MOST_HEADER = 100 << 20
 _DAMAGED = "Copy the file again, or compress the model anew."
 
@@ -96,6 +98,7 @@ class Files:
         size: bytes of all weight files.
         broken: tensors whose bytes cannot be read.
         opened: files that were read, with their descriptors; :meth:`close` closes them.
+        listener: told of all bytes of tensors that are read: name, position in the tensor, bytes.
     """
 
     directory: Path
@@ -105,6 +108,7 @@ class Files:
     size: int = 0
     broken: set[str] = field(default_factory=set)
     opened: dict[Path, int] = field(default_factory=dict, repr=False)
+    listener: Callable[[str, int, Any], None] | None = field(default=None, repr=False)
 
     def close(self) -> None:
         """Close what was opened; a later read opens it again."""
@@ -161,7 +165,25 @@ class Files:
             if not count:
                 raise CheckpointError(f"The file {place.file} ends within {name}.", _DAMAGED)
             done += count
+        if self.listener is not None:
+            self.listener(name, offset - place.start, view)
         return data.view(dtype).reshape(shape)
+
+    def hash_of(self, name: str) -> str:
+        """The SHA-256 of a tensor's bytes.
+
+        Raises:
+            CheckpointError: the file cannot be read that far.
+        """
+        place = self.places[name]
+        digest, descriptor, end = hashlib.sha256(), self._descriptor(place.file), 0
+        while end < place.size:
+            part = os.pread(descriptor, min(place.size - end, _PIECE), place.start + end)
+            if not part:
+                raise CheckpointError(f"The file {place.file} ends within {name}.", _DAMAGED)
+            digest.update(part)
+            end += len(part)
+        return digest.hexdigest()
 
     def say(self, rule: str, module: str, message: str, remedy: str = _DAMAGED) -> None:
         """Note that something is wrong with the files."""

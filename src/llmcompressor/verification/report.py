@@ -78,6 +78,7 @@ class VerificationReport:
         seconds: how long it took.
         work: what the recipe beside the weights says was done to them.
         errors: per quantized module the distance from the original.
+        has_manifest: all bytes were compared with those that the run wrote, by its manifest.
     """
 
     checkpoint: str
@@ -90,6 +91,7 @@ class VerificationReport:
     seconds: float
     work: str = ""
     errors: tuple[WeightError, ...] = field(default=())
+    has_manifest: bool = False
 
     @property
     def ok(self) -> bool:
@@ -113,6 +115,8 @@ class VerificationReport:
                 f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items()
             ),
         ]
+        if self.has_manifest and not any(one.rule.startswith("M") for one in self.findings):
+            lines.append("every tensor and file is as it was written, by manifest.json")
         if self.errors:
             worst = max(self.errors, key=lambda each: each.relative)
             mean = sum(each.relative for each in self.errors) / len(self.errors)
@@ -154,6 +158,7 @@ class VerificationReport:
             "bytes": self.bytes,
             "seconds": round(self.seconds, 3),
             "work": self.work,
+            "has_manifest": self.has_manifest,
             "findings": [
                 {**line.first.as_dict(), "modules": list(line.modules)}
                 for line in merged(self.findings)
