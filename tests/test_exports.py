@@ -30,6 +30,7 @@ PUBLIC = {
         "oneshot",
         "plan",
         "report",
+        "reproduce",
         "reset_session",
         "run_stages",
         "train",

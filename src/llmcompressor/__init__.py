@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llmcompressor.entrypoints.oneshot import Oneshot, oneshot
     from llmcompressor.entrypoints.plan import plan
     from llmcompressor.entrypoints.reports import compare, report
+    from llmcompressor.entrypoints.reproduce import reproduce
     from llmcompressor.entrypoints.stages import run_stages
     from llmcompressor.entrypoints.train import train
     from llmcompressor.entrypoints.verify import verify
@@ -54,6 +55,7 @@ __all__ = [
     "oneshot",
     "plan",
     "report",
+    "reproduce",
     "reset_session",
     "run_stages",
     "train",
@@ -83,6 +85,7 @@ _HOMES = {
     "oneshot": "llmcompressor.entrypoints.oneshot",
     "plan": "llmcompressor.entrypoints.plan",
     "report": "llmcompressor.entrypoints.reports",
+    "reproduce": "llmcompressor.entrypoints.reproduce",
     "reset_session": "llmcompressor.session.functions",
     "run_stages": "llmcompressor.entrypoints.stages",
     "train": "llmcompressor.entrypoints.train",

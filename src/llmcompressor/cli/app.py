@@ -306,6 +306,35 @@ def _verify(
             raise typer.Exit(1)
 
 
+@app.command("reproduce", cls=GroupedCommand)
+def _reproduce(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Folder of the model to make again.")
+    ],
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="The model, if it is not where it was for the run.")
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="The data, likewise.")] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Keep what is made in this folder.")
+    ] = None,
+    verbose: Verbose = 0,
+    debug: Debug = False,
+) -> None:
+    """Make a CHECKPOINT again by its manifest.
+
+    Then compare the bytes. The exit code is 1 if they differ.
+    """
+    with report_errors(debug=debug):
+        found = entrypoint("entrypoints.reproduce:reproduce", verbose)(
+            checkpoint, model=model, dataset=dataset, output_dir=output
+        )
+        typer.echo(str(found))
+        if not found.same:
+            raise typer.Exit(1)
+
+
 @app.command("report", cls=GroupedCommand)
 def _report(
     checkpoint: Annotated[
