@@ -1346,12 +1346,13 @@ def manifest_of_another_release(sample: Sample) -> None:
 @fault("M2", f"{UP}.weight_packed")
 def tensor_of_another_hash(sample: Sample) -> None:
     held = {f"{UP}.weight_packed": "0" * 64}
-    manifest(sample, weights={"model-00001-of-00002.safetensors": {"header": "", "tensors": held}})
+    file = {"header": "", "bytes": 0, "tensors": held}
+    manifest(sample, weights={"model-00001-of-00002.safetensors": file})
 
 
 @fault("M3", "model-00001-of-00001.safetensors")
 def weight_file_is_another(sample: Sample) -> None:
-    file = {"header": "", "tensors": {}}
+    file = {"header": "", "bytes": 0, "tensors": {}}
     manifest(sample, weights={"model-00001-of-00001.safetensors": file})
 
 

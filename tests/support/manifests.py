@@ -10,7 +10,9 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 OF_THE_RUN = ("compression_report.json", "training_args.bin", "trainer_state.json")
-SPARED = (MANIFEST, "report.html")
+OF_THE_TRAINER = ("all_results.json", "train_results.json", "trainer_state.json")
+"""Its log, which lies beside a checkpoint and is no part of it."""
+SPARED = (MANIFEST, "report.html", *OF_THE_TRAINER)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -63,6 +65,8 @@ def check_written(folder: Path) -> dict[str, Any]:
         for path in others
         if path.name not in weights and "checkpoint-" not in str(path.relative_to(folder))
     }
-    assert {**found["files"], **found["about"]["files"]} == beside
+    told = {**found["files"], **found["about"]["files"]}
+    assert not told.keys() ^ beside.keys(), sorted(told.keys() ^ beside.keys())
+    assert told == beside
     assert not found["files"].keys() & set(OF_THE_RUN)
     return found

@@ -267,7 +267,7 @@ def _origins(
         own = {headers[name].file.name} if name in headers else set()
         while module and module not in files:  # of a stack, its experts are made
             module = module.rpartition(".")[0]
-        for file in own or files.get(module, ()):
+        for file in own or files.get(module, set()):
             found.setdefault(file, set()).add(place)
     return {file: sorted(found[file], key=natural_key) for file in sorted(found)}
 

@@ -160,10 +160,8 @@ def model_free_ptq(
             overwrite=overwrite,
         )
         assert job.output_dir is not None
-        given = {"model": job.place, "scheme": scheme, "ignore": ignore, "config": config}
-        job.call = call_record(
-            "model_free_ptq", {**given, "device": chosen, "converter": converter}
-        )
+        what = {"model": job.place, "scheme": scheme, "ignore": ignore, "config": config}
+        job.call = call_record("model_free_ptq", what | {"device": chosen, "converter": converter})
         processes.check_equal("recipe", job.recipe.yaml())
         processes.check_equal("save_directory", str(job.output_dir))
         with first_before_others(processes, "source"):

@@ -96,6 +96,7 @@ def _verify(
     headers = {name: info for name, info in files.headers.items() if name not in files.broken}
     beside = [path.name for path in files.directory.iterdir()]
     view = View(files.config, headers, files.read, deployment, kinds, beside)
+    manifest = read_manifest(files)
     findings = [*files.findings, *check_view(view)]
     if view.is_foreign:
         said = f"It is quantized by {view.method}: nothing was compared with the original."
@@ -105,7 +106,6 @@ def _verify(
         original = None
     else:
         findings += [*check_tie(files), *check_static(files)]
-    manifest = read_manifest(files)
     hashes = ReadHashes(() if manifest is None else manifest.tensors)
     files.listener = None if manifest is None else hashes.take
     done = list(_read_all(files, view, original, workers))

@@ -24,6 +24,8 @@ MANIFEST = "manifest.json"
 _VERSION = 1
 _AGAIN = "Copy the file again from where it was written, or compress the model anew."
 _MEANT = "Nothing, if that was meant; else copy the file again from where it was written."
+_SMALL = 16
+"""Bytes of a tensor that says nothing of the run, such as the shape of a weight."""
 _READ = re.compile(
     r"(?:generation_)?config\.json|.*\.(?:py|jinja|model)|.*(?:token|vocab|merges|chat_template"
     r"|special_tokens|processor).*\.(?:json|txt|model)|adapter_.*|modules\.json"
@@ -63,6 +65,7 @@ class Manifest:
 
     Attributes:
         headers: weight file → SHA-256 of its header.
+        sizes: weight file → its bytes.
         homes: tensor → its weight file.
         tensors: tensor → SHA-256 of its bytes.
         beside: other file → its SHA-256.
@@ -71,6 +74,7 @@ class Manifest:
     """
 
     headers: Mapping[str, str]
+    sizes: Mapping[str, int]
     homes: Mapping[str, str]
     tensors: Mapping[str, str]
     beside: Mapping[str, str]
@@ -105,6 +109,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
     homes = {name: file for file, held in weights.items() for name in held["tensors"]}
     return Manifest(
         headers={file: str(held["header"]) for file, held in weights.items()},
+        sizes={file: int(held["bytes"]) for file, held in weights.items()},
         homes=homes,
         tensors=tensors,
         beside={name: str(one) for name, one in {**content["files"], **about["files"]}.items()},
@@ -148,6 +153,9 @@ def _check_weight_files(files: Files, manifest: Manifest) -> Iterator[Finding]:
             yield _broken("M3", name, "The file that the run wrote is not there.")
         elif _hash_of_header(files.directory / name) != wanted:
             yield _broken("M3", name, "Its header has changed since it was written.")
+        elif (size := (files.directory / name).stat().st_size) != manifest.sizes[name]:
+            said = f"It has {size} bytes, and {manifest.sizes[name]} were written."
+            yield _broken("M3", name, said)
     for name in sorted(there - manifest.headers.keys()):
         yield _broken("M3", name, "The run did not write this file.", "Remove it.")
 
@@ -175,7 +183,8 @@ def _check_tensors(
 
     now = dict(zip(whole, each(digest, whole), strict=True))
     changed = [name for name in whole if now[name] != manifest.tensors[name]]
-    yield from _changed(manifest, changed, now)
+    held = [name for name in whole if files.places[name].size > _SMALL]
+    yield from _changed(manifest, changed, now, held)
     for name in manifest.tensors.keys() - files.places.keys():
         said = f"The run wrote it into {manifest.homes[name]}, and it is not there."
         yield _broken("M2", name, said + manifest.origin(name))
@@ -183,16 +192,21 @@ def _check_tensors(
         yield _broken("M2", name, "The run did not write it.")
 
 
-def _changed(manifest: Manifest, changed: list[str], now: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings for changed tensors; one for a file of which nothing is as it was."""
+def _changed(
+    manifest: Manifest, changed: list[str], now: Mapping[str, str], held: list[str]
+) -> Iterator[Finding]:
+    """Findings for changed tensors; one for a file of which none that can tell is as it was.
+
+    ``held`` are those that can tell: of shapes and the like all runs have the same.
+    """
     known = {digest: name for name, digest in manifest.tensors.items()}
     by_file: dict[str, list[str]] = {}
     for name in changed:
         by_file.setdefault(manifest.homes[name], []).append(name)
     for file, names in by_file.items():
-        count = sum(home == file for home in manifest.homes.values())
-        if len(names) == count > 1:
-            said = f"None of its {count} tensors is as it was written: it is of another run."
+        telling = {name for name in held if manifest.homes[name] == file}
+        if len(telling) > 1 and telling <= set(names):
+            said = f"None of its {len(telling)} weights is as it was written: it is of another run."
             yield _broken("M2", file, said)
             continue
         for name in names:

@@ -39,6 +39,7 @@ def test_the_output_is_a_compressed_checkpoint_that_serves(one_block: Path, tmp_
         "compression_report.json",
         "config.json",
         "generation_config.json",
+        "manifest.json",
         "model.safetensors",
         "recipe.schema.json",
         "recipe.yaml",

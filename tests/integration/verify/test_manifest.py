@@ -27,7 +27,7 @@ OTHER_NORM = "model.layers.1.input_layernorm.weight"
 
 
 def compressed(folder: Path, *, seed: int = 0) -> Path:
-    """Shards of a model with codes, scales, zero points and an order of columns."""
+    """Shards of a model with codes, scales and zero points."""
     source = folder / f"source-{seed}"
     dense = small.llama(seed=seed)
     for name, weight in dense.named_parameters():
@@ -36,9 +36,7 @@ def compressed(folder: Path, *, seed: int = 0) -> Path:
     dense.save_pretrained(source, max_shard_size="300KB")
     (source / "tokenizer.json").write_text("{}")
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    recipe = GPTQModifier(
-        targets="Linear", scheme="W4A16_ASYM", actorder="group", ignore=["lm_head"]
-    )
+    recipe = GPTQModifier(targets="Linear", scheme="W4A16_ASYM", ignore=["lm_head"])
     model = oneshot(model=str(source), recipe=recipe, dataset=small.token_rows(), max_seq_length=16)
     model.save_pretrained(folder / f"made-{seed}", max_shard_size="150KB")
     return folder / f"made-{seed}"
@@ -101,7 +99,6 @@ KINDS = {
     "scales": f"{UP}.weight_scale",
     "zero points": f"{UP}.weight_zero_point",
     "shape": f"{UP}.weight_shape",
-    "order": f"{UP}.weight_g_idx",
     "embedding": "model.embed_tokens.weight",
     "norm": NORM,
     "head": "lm_head.weight",
