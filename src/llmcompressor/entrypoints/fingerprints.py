@@ -490,7 +490,9 @@ def values_fingerprint(values: Any) -> str:
 
 def type_fingerprint(value: Any) -> str:
     """Fingerprint of an object without reading it: class, length, and that of ``datasets``."""
-    size = f" of {len(value)}" if hasattr(value, "__len__") else ""
+    size = ""
+    with contextlib.suppress(TypeError):  # a compiled module has __len__ for what it wraps
+        size = f" of {len(value)}"
     return f"{type(value).__name__}{size} {getattr(value, '_fingerprint', '')}".strip()
 
 

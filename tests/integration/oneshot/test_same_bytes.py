@@ -92,6 +92,7 @@ def test_another_seed_takes_other_samples(here: Path, short_pico: Path, tmp_path
     assert {name for name in first if first[name] != second[name]} == {
         "model.safetensors",
         "compression_report.json",
+        "manifest.json",
     }
 
 
