@@ -69,38 +69,49 @@ class SharedOutput:
             ArgumentError: names what differs; on all ranks.
         """
         own = {name: one for name, one in identity.items() if name != PROCESSOR}
-        for rank, other in enumerate(self.ranks.exchange(own, what="arguments of the run")):
-            differing = RunIdentity(other).differences(own)
-            if differing:
+        first, *others = self.ranks.exchange(own, what="arguments of the run")
+        for rank, other in enumerate(others, start=1):
+            told = [
+                one.removesuffix(" now").replace(" then, ", " on rank 0, ") + f" on rank {rank}"
+                for one in RunIdentity(other).differences(first)
+            ]
+            if told:
                 raise ArgumentError(
-                    "The ranks of a run make one model together, and would not make the same one. "
-                    f"Rank {self.ranks.rank} beside rank {rank}: "
-                    f"{join_names(differing, most=4, separator='; ')}.".replace(
-                        " then, ", " here, "
-                    ).replace(" now", " there"),
+                    "The ranks of a run make one model together, and would not make the same one: "
+                    f"{join_names(told, most=4, separator='; ')}.",
                     "Give all of them the same model, data, arguments and versions.",
                 )
 
     def opened(self, files: Path, told: Mapping[str, Any]) -> None:
-        """Tell the other ranks where the first has opened the output, and what is finished."""
+        """Tell the other ranks where the first has opened the output, and what is finished.
+
+        Raises:
+            OutputError: a rank does not see the same files; on all ranks.
+        """
         journal = _hash_of(files.parent)
         self.ranks.exchange({"files": str(files), "journal": journal, **told}, what="the output")
+        self._check_seen(files, is_seen=True)
 
     def join(self) -> dict[str, Any]:
         """Wait until the first rank has opened the output, and return what it told.
 
         Raises:
-            OutputError: this rank does not see the same files.
+            OutputError: a rank does not see the same files; on all ranks.
         """
         found: dict[str, Any] = self.ranks.exchange(None, what="the output")[0]
         files = Path(found["files"])
-        if not files.is_dir() or _hash_of(files.parent) != found["journal"]:
+        is_seen = files.is_dir() and _hash_of(files.parent) == found["journal"]
+        self._check_seen(found["files"], is_seen=is_seen)
+        return found
+
+    def _check_seen(self, files: Path | str, *, is_seen: bool) -> None:
+        every = self.ranks.exchange(is_seen, what="who sees the output")
+        if not all(every):
             raise OutputError(
-                f"Rank {self.ranks.rank} does not see {files}, which the first rank has made.",
+                f"Rank {every.index(False)} does not see {files}, which the first rank has made.",
                 "Give an output directory that all ranks see and can write to, or start the "
                 "ranks on one machine.",
             )
-        return found
 
     # ------------------------------------------------------------------ blocks
 

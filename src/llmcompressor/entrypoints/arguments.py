@@ -749,7 +749,7 @@ class Job(Task):
         own, count = list(loader), self.processes.count
         if count == 1:
             return own
-        batches, parts = self.processes.pooled(own, values_fingerprint(own))
+        batches, parts = self.processes.pooled(own, [values_fingerprint([one]) for one in own])
         whose = f"those of {parts} processes together" if parts > 1 else "the same for all"
         firsts = (next((v for v in one.values() if isinstance(v, Tensor)), ()) for one in batches)
         logger.info(

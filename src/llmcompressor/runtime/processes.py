@@ -12,6 +12,7 @@ nobody. Only large data is sent by collectives.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 import os
@@ -19,7 +20,7 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -196,16 +197,23 @@ class Processes:
                 "WORLD_SIZE unset and without a process group.",
             )
 
-    def pooled(self, batches: Sequence[Any], digest: str) -> tuple[Sequence[Any], int]:
+    def pooled(self, batches: Sequence[Any], digests: Sequence[str]) -> tuple[Sequence[Any], int]:
         """Return the batches of all processes in the order of their ranks, in main memory.
 
-        Equal ones of several processes, by the hash ``digest`` of their values, occur once. Also
-        the number of different sets; if all are equal, the batches are this process's own.
+        Equal sets of several processes, by the hashes ``digests`` of their batches, occur once.
+        Also the number of different sets; if all are equal, the batches are this process's own.
+
+        Raises:
+            ArgumentError: two processes have more than half of their batches in common, which are
+                neither the same data nor parts of it; on all processes.
         """
-        digests = self.all_gather("calibration data", digest)
-        first = [digests.index(each) for each in dict.fromkeys(digests)]
+        whole = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        sets = self.all_gather("calibration data", whole)
+        first = [sets.index(each) for each in dict.fromkeys(sets)]
         if len(first) == 1:
             return batches, 1
+        every = self.all_gather("hashes of calibration data", list(digests))
+        _check_parts({rank: every[rank] for rank in first})
         import torch  # noqa: PLC0415  # importing the package loads no torch
 
         packed = io.BytesIO()
@@ -236,6 +244,19 @@ class Processes:
             why = ended(rank)
             self.tell_failure(why)
             raise ProcessError(why)
+
+
+def _check_parts(digests: Mapping[int, Sequence[str]]) -> None:
+    """Refuse sets of batches, by rank, of which two are nearly the same."""
+    for (one, ours), (other, theirs) in itertools.combinations(digests.items(), 2):
+        common = (Counter(ours) & Counter(theirs)).total()
+        size = min(len(ours), len(theirs))
+        if 2 * common > size:  # a sampler that fills up parts repeats one batch at most
+            raise ArgumentError(
+                f"The calibration data of ranks {one} and {other} differ, but {common} of {size} "
+                "batches are the same: neither do they have the same data, nor parts of it.",
+                "Give all ranks the same data in the same order, or each a part of its own.",
+            )
 
 
 @contextmanager
