@@ -10,9 +10,9 @@ STEPS = {**LINEARS, "scheme": "W4A16", "iters": 6, "batch_size": 16}
 
 
 def test_autoround_learns_from_all_samples(runs):
-    runs.check({"AutoRoundModifier": STEPS}, most=0.5)
+    runs.check({"AutoRoundModifier": STEPS})
 
 
 def test_autoround_with_experts_that_few_tokens_reach(mixture_runs):
     steps = {**STEPS, "ignore": ["lm_head", "re:.*mlp.gate$"]}
-    mixture_runs.check({"AutoRoundModifier": steps}, most=0.5)
+    mixture_runs.check({"AutoRoundModifier": steps})

@@ -16,10 +16,10 @@ def test_wanda_with_a_profile_that_all_ranks_have(runs):
 
 
 def test_sparsegpt(runs):
-    runs.check({"SparseGPTModifier": {**HALF, "mask_structure": "2:4"}}, most=0.005)
+    runs.check({"SparseGPTModifier": {**HALF, "mask_structure": "2:4"}})
 
 
 def test_gptq_right_after_sparsegpt(runs):
     pruning: dict[str, Any] = {**HALF, "mask_structure": "2:4", "asymmetric": True}
     quantization = {**LINEARS, "scheme": "W4A16"}
-    runs.check({"SparseGPTModifier": pruning, "GPTQModifier": quantization}, most=0.005)
+    runs.check({"SparseGPTModifier": pruning, "GPTQModifier": quantization}, most=0.0025)
