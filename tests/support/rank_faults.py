@@ -19,7 +19,7 @@ from llmcompressor.entrypoints import fingerprints
 from llmcompressor.runtime.processes import rank_and_world_size
 
 
-def refused(how: str, model: str, other: str, output: Path) -> str:
+def refused(how: str, model: str, other: str, output: Path, batch_size: int = 1) -> str:
     """The error of a run in which the second rank is unlike the first, or all lack samples."""
     is_unlike = rank_and_world_size()[0] == 1
     rows = token_rows(8, 16).to_dict()["input_ids"]
@@ -45,6 +45,7 @@ def refused(how: str, model: str, other: str, output: Path) -> str:
             recipe={"modifiers": {"GPTQModifier": {**LINEARS, "scheme": scheme}}},
             dataset=Dataset.from_dict({"input_ids": rows}),
             output_dir=str(output),
+            batch_size=batch_size,
             verify=False,
             report=False,
         )

@@ -43,7 +43,11 @@ from llmcompressor.datasets import rows
 from llmcompressor.datasets.calibration import load_calibration
 from llmcompressor.datasets.source import GOOD_CHOICES, Source, check_data_exists, open_source
 from llmcompressor.datasets.text import NoTokenizerError, moment
-from llmcompressor.entrypoints.fingerprints import call_record, values_fingerprint
+from llmcompressor.entrypoints.fingerprints import (
+    call_record,
+    sample_fingerprints,
+    values_fingerprint,
+)
 from llmcompressor.errors import (
     ArgumentError,
     DatasetError,
@@ -749,7 +753,8 @@ class Job(Task):
         own, count = list(loader), self.processes.count
         if count == 1:
             return own
-        batches, parts = self.processes.pooled(own, [values_fingerprint([one]) for one in own])
+        samples = list(sample_fingerprints(own))
+        batches, parts = self.processes.pooled(own, values_fingerprint(own), samples)
         whose = f"those of {parts} processes together" if parts > 1 else "the same for all"
         firsts = (next((v for v in one.values() if isinstance(v, Tensor)), ()) for one in batches)
         logger.info(

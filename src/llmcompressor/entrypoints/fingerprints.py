@@ -488,6 +488,21 @@ def values_fingerprint(values: Any) -> str:
     return f"{type(values).__name__}{size}, {digest.hexdigest()}"
 
 
+def sample_fingerprints(batches: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a hash of each sample of ``batches``, the same in a batch of any size and padding.
+
+    Of token ids of shape ``[samples, positions]`` with an attention mask; a batch of other values
+    counts as one sample.
+    """
+    for batch in batches:
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.shape == mask.shape:
+            rows = (each[kept.bool()] for each, kept in zip(ids, mask, strict=True))
+            yield from map(values_fingerprint, rows)
+        else:
+            yield values_fingerprint([batch])
+
+
 def type_fingerprint(value: Any) -> str:
     """Fingerprint of an object without reading it: class, length, and that of ``datasets``."""
     size = ""

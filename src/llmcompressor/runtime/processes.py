@@ -12,7 +12,6 @@ nobody. Only large data is sent by collectives.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import itertools
 import os
@@ -197,22 +196,28 @@ class Processes:
                 "WORLD_SIZE unset and without a process group.",
             )
 
-    def pooled(self, batches: Sequence[Any], digests: Sequence[str]) -> tuple[Sequence[Any], int]:
+    def pooled(
+        self, batches: Sequence[Any], digest: str, samples: Sequence[str]
+    ) -> tuple[Sequence[Any], int]:
         """Return the batches of all processes in the order of their ranks, in main memory.
 
-        Equal sets of several processes, by the hashes ``digests`` of their batches, occur once.
-        Also the number of different sets; if all are equal, the batches are this process's own.
+        Equal sets of several processes occur once. Also the number of different sets; if all are
+        equal, the batches are this process's own.
+
+        Args:
+            batches: of this process.
+            digest: hash of all their values.
+            samples: hash of each sample, in whatever batch it is.
 
         Raises:
-            ArgumentError: two processes have more than half of their batches in common, which are
+            ArgumentError: two processes have more than half of their samples in common, which are
                 neither the same data nor parts of it; on all processes.
         """
-        whole = hashlib.sha256("\n".join(digests).encode()).hexdigest()
-        sets = self.all_gather("calibration data", whole)
+        sets = self.all_gather("calibration data", digest)
         first = [sets.index(each) for each in dict.fromkeys(sets)]
         if len(first) == 1:
             return batches, 1
-        every = self.all_gather("hashes of calibration data", list(digests))
+        every = self.all_gather("hashes of calibration samples", list(samples))
         _check_parts({rank: every[rank] for rank in first})
         import torch  # noqa: PLC0415  # importing the package loads no torch
 
@@ -247,14 +252,14 @@ class Processes:
 
 
 def _check_parts(digests: Mapping[int, Sequence[str]]) -> None:
-    """Refuse sets of batches, by rank, of which two are nearly the same."""
+    """Refuse sets of samples, by rank, of which two are nearly the same."""
     for (one, ours), (other, theirs) in itertools.combinations(digests.items(), 2):
         common = (Counter(ours) & Counter(theirs)).total()
         size = min(len(ours), len(theirs))
-        if 2 * common > size:  # a sampler that fills up parts repeats one batch at most
+        if 2 * common > size:  # a sampler that fills up parts repeats a few
             raise ArgumentError(
                 f"The calibration data of ranks {one} and {other} differ, but {common} of {size} "
-                "batches are the same: neither do they have the same data, nor parts of it.",
+                "samples are the same: neither do they have the same data, nor parts of it.",
                 "Give all ranks the same data in the same order, or each a part of its own.",
             )
 

@@ -29,8 +29,8 @@ def _with_another_config(model: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "named"),
     [
-        ("other token", "7 of 8 batches are the same"),
-        ("other order", "8 of 8 batches are the same"),
+        ("other token", "7 of 8 samples are the same"),
+        ("other order", "8 of 8 samples are the same"),
         ("other recipe", "different values of recipe"),
         ("other version", "versions.torch"),
         ("other weight in the model", "weights"),
@@ -55,3 +55,14 @@ def test_all_ranks_refuse(
     assert told[0].startswith(("ArgumentError", "OutputError"))
     assert named in told[0]
     assert not list(work.iterdir())
+
+
+@pytest.mark.parametrize("how", ["other token", "other order"])
+def test_samples_are_compared_in_batches_of_any_size(
+    how: str, groups: dict[int, Group], llama_folder: Path, tmp_path: Path
+) -> None:
+    model, output = str(llama_folder), tmp_path / "output"
+    told = groups[2](rank_faults.refused, how, model, model, output, 4)
+    assert told[0] == told[1]
+    assert ("7 of 8 samples" if how == "other token" else "8 of 8 samples") in told[0]
+    assert not output.exists()

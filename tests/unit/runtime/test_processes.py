@@ -44,7 +44,7 @@ def both(function, things):
 def test_one_process_is_alone():
     assert Processes.from_process_group().count == 1
     assert Processes().all_gather("anything", 3) == [3]
-    assert Processes().pooled([1], [""]) == ([1], 1)
+    assert Processes().pooled([1], "", [""]) == ([1], 1)
     with write_once(Path("anywhere")) as is_mine:
         assert is_mine
 
