@@ -169,15 +169,19 @@ def _batches_fingerprint(batches: Iterable[Mapping[str, Any]]) -> str:
 
 _OF_THE_MODEL = frozenset({"source", "weights", "model", "registered", "place"})
 """Parts of an identity that the manifest has of its own, from the files as they were read."""
-_NOT_OF_A_CALL = frozenset(
+NOT_OF_A_CALL = frozenset(
     {
         *("cache_dir", "dry_run", "loggers", "log_dir", "max_memory", "overwrite", "report"),
-        *("overwrite_output_dir", "resume", "resume_from_checkpoint", "verify"),
+        *("output_dir", "overwrite_output_dir", "resume", "resume_from_checkpoint", "verify"),
         *("hub_token", "push_to_hub_token", "use_auth_token"),
+        *("push_to_hub", "hub_model_id", "hub_strategy", "hub_revision", "hub_private_repo"),
+        *("hub_always_push", "report_to", "run_name", "project", "trackio_space_id"),
         *("recipe", "recipe_args", "stage"),
     }
 )
-"""Arguments that decide no byte, secrets, and those of the recipe, whose text is recorded."""
+"""Arguments that decide no byte, that send something elsewhere, secrets, and those of the recipe,
+whose text is recorded.
+"""
 _NOT_TOLD = frozenset({"dataset", "raw_kwargs"})
 """Arguments that may hold the data itself or a key to it: only a name is recorded."""
 _MOST_RECORDED = 4096
@@ -218,7 +222,7 @@ def call_record(function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     kept = {
         name: _recorded(name, one)
         for name, one in sorted(arguments.items())
-        if one is not None and name not in _NOT_OF_A_CALL
+        if one is not None and name not in NOT_OF_A_CALL
     }
     return {"function": function, "arguments": kept}
 

@@ -22,7 +22,7 @@ from llmcompressor.checkpoint.source import is_hub_id, local_directory
 from llmcompressor.datasets import rows
 from llmcompressor.datasets.source import KIND_NAMES
 from llmcompressor.datasets.text import rendered_at
-from llmcompressor.entrypoints.fingerprints import OBJECT, versions
+from llmcompressor.entrypoints.fingerprints import NOT_OF_A_CALL, OBJECT, versions
 from llmcompressor.entrypoints.model_free import model_free_ptq
 from llmcompressor.entrypoints.oneshot import oneshot
 from llmcompressor.entrypoints.train import train
@@ -35,6 +35,8 @@ from llmcompressor.runtime.registry import normalize_name
 _MOST = 5
 _PLACES = ("model", "dataset", "dataset_path", "tokenizer", "processor", "distill_teacher")
 """Arguments that may be paths."""
+_TRUST = ("trust_remote_code_model", "trust_remote_code_data")
+"""Arguments that let code of others run: whoever reproduces gives them, not a manifest."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,8 @@ class _Call:
                 "run of llmcompressor.",
                 "Give the output of oneshot, train, model_free_ptq or of a stage of run_stages.",
             )
-        arguments = {**call["arguments"], **given}
+        told = {k: v for k, v in call["arguments"].items() if k not in NOT_OF_A_CALL}
+        arguments = {**told, **given}
         arguments.setdefault("model", {OBJECT: "an object"})
         for name, value in arguments.items():
             if name not in given:
@@ -185,6 +188,12 @@ def _check_recorded(name: str, value: Any) -> None:
     """Refuse an argument that cannot be given again as it is recorded."""
     remedy = f"Give it: reproduce(..., {name}=...)"
     remedy += f", --{name}." if name in ("model", "dataset") else "."
+    if name in _TRUST and value:
+        raise ArgumentError(
+            f"The run was given {name}, which lets code that lies beside a model run here, and a "
+            "manifest cannot allow that.",
+            f"If you trust that code, {remedy[0].lower()}{remedy[1:]}",
+        )
     if isinstance(value, Mapping) and value.keys() == {OBJECT}:
         raise ArgumentError(
             f"The run was given an object as {name} ({value[OBJECT]}), which the manifest does "

@@ -90,12 +90,17 @@ class Manifest:
 
 
 def read_manifest(files: Files) -> Manifest | None:
-    """Return the manifest beside the weights; ``None`` if there is none, or it cannot be read."""
+    """Return the manifest beside the weights; ``None`` if there is none, or it cannot be read.
+
+    Other tools write a ``manifest.json`` too: one without the version of this format is theirs.
+    """
     path = files.directory / MANIFEST
     if not path.exists():
         return None
     try:
-        return _manifest(parse_json(path.read_text(encoding="utf-8")))
+        content = parse_json(path.read_text(encoding="utf-8"))
+        is_ours = isinstance(content, Mapping) and "manifest" in content
+        return _manifest(content) if is_ours else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         files.say("M1", MANIFEST, f"It cannot be read: {error!r:.200}.", _AGAIN)
         return None

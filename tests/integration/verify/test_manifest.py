@@ -343,6 +343,13 @@ def test_a_swap_names_the_other(folder: Path) -> None:
     assert any(OTHER_NORM in one.message for one in told(folder) if one.module == NORM)
 
 
+@pytest.mark.parametrize("text", ['{"files": []}', "[1]"])
+def test_a_manifest_of_another_tool(text: str, folder: Path) -> None:
+    (folder / "manifest.json").write_text(text)
+    assert not told(folder)
+    assert not verify(folder).has_manifest
+
+
 def test_without_a_manifest(folder: Path, made: Path) -> None:
     """All else is told as before."""
     (folder / "manifest.json").unlink()

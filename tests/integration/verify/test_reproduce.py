@@ -166,6 +166,30 @@ def test_what_is_gone_is_named(model: Path, data: Path, tmp_path: Path) -> None:
         assert (ended.value.code or 0) == code
 
 
+def test_a_manifest_cannot_allow_or_send_anything(model: Path, data: Path) -> None:
+    """A manifest may come from others: it neither trusts their code nor publishes a result."""
+    out = streamed(model, data)
+    file = out / "manifest.json"
+    held = json.loads(file.read_text())
+    arguments = held["about"]["call"]["arguments"]
+    arguments |= {"trust_remote_code_model": True, "push_to_hub": True, "output_dir": "elsewhere"}
+    file.write_text(json.dumps(held))
+    with pytest.raises(ArgumentError, match="If you trust that code, give it"):
+        reproduce(out)
+    assert reproduce(out, trust_remote_code_model=False).same  # the others are not passed on
+    assert not (out.parent / "elsewhere").exists()
+
+
+def test_where_results_are_sent_is_not_recorded(model: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"max_steps": 1, "use_cpu": True, "report_to": "none"}
+    data = {"train": small.token_rows()}
+    recipe = QuantizationModifier(**SCHEME)
+    train(model=str(model), recipe=recipe, dataset=data, output_dir=tmp_path / "out", **given)
+    call = json.loads((tmp_path / "out" / "manifest.json").read_text())["about"]["call"]
+    assert call["arguments"]["max_steps"] == 1
+    assert not call["arguments"].keys() & {"report_to", "output_dir"}
+
+
 def test_an_object_is_named(model: Path) -> None:
     out = calibrated(model, small.token_rows(), max_seq_length=16)
     with pytest.raises(ArgumentError, match="Dataset of 8"):
