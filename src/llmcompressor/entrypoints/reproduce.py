@@ -28,6 +28,7 @@ from llmcompressor.entrypoints.oneshot import oneshot
 from llmcompressor.entrypoints.train import train
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.logger import logger, show_runs_quietly
+from llmcompressor.reporting.summary import summary_left_out
 from llmcompressor.runtime.processes import rank_and_world_size
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.runtime.registry import normalize_name
@@ -112,7 +113,7 @@ def reproduce(
     for line in _known_before(before, call.arguments["model"]):
         logger.warning(f"It differs from the run that made {folder.name}: {line}.")
     with _place(folder, output_dir) as place:
-        with call.rendered():
+        with call.rendered(), summary_left_out() if output_dir is None else nullcontext():
             call.make(place)
         after = read_manifest(place)
     kept = None if output_dir is None else place

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,18 @@ from llmcompressor.reporting.page import data_of
 from llmcompressor.reporting.report import PAGE_FILE, data_of_run, figures_of, next_commands
 from llmcompressor.runtime.progress import hide_tqdm_bars, join_names
 from llmcompressor.runtime.run_record import recording_run, run_record
+
+_is_left_out = ContextVar("_is_left_out", default=False)
+
+
+@contextmanager
+def summary_left_out() -> Iterator[None]:
+    """Tell no summary of the runs of the body, whose output is removed afterwards."""
+    token = _is_left_out.set(True)
+    try:
+        yield
+    finally:
+        _is_left_out.reset(token)
 
 
 @contextmanager
@@ -39,6 +52,8 @@ def tell_summary(folder: str | os.PathLike[str]) -> None:
     Args:
         folder: the checkpoint.
     """
+    if _is_left_out.get():
+        return
     try:
         lines = summary_lines(Path(folder))
     except Exception as error:  # of any kind: the run has succeeded

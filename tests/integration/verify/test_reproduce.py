@@ -15,6 +15,7 @@ from tests.support import small_models as small
 from llmcompressor import model_free_ptq, oneshot, reproduce, reset_session, run_stages, train
 from llmcompressor.cli import main
 from llmcompressor.errors import ArgumentError, CheckpointError
+from llmcompressor.logger import logger
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
@@ -178,6 +179,19 @@ def test_a_manifest_cannot_allow_or_send_anything(model: Path, data: Path) -> No
         reproduce(out)
     assert reproduce(out, trust_remote_code_model=False).same  # the others are not passed on
     assert not (out.parent / "elsewhere").exists()
+
+
+def test_a_summary_names_no_folder_that_is_removed(model: Path, data: Path, tmp_path: Path) -> None:
+    out = streamed(model, data)
+    told: list[str] = []
+    sink = logger.add(told.append, level="SUCCESS", format="{message}")
+    try:
+        reproduce(out)
+        assert not any("vllm serve" in one for one in told)
+        reproduce(out, output_dir=tmp_path / "again")
+        assert sum("vllm serve" in one for one in told) == 1
+    finally:
+        logger.remove(sink)
 
 
 def test_where_results_are_sent_is_not_recorded(model: Path, tmp_path: Path) -> None:
