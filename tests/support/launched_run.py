@@ -75,4 +75,5 @@ def _error(function: Any, *args: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(all_entrypoints(sys.argv[1], Path(sys.argv[2])))
+    line = f"{all_entrypoints(sys.argv[1], Path(sys.argv[2]))}\n"
+    os.write(sys.stdout.fileno(), line.encode())  # at once: the ranks share a pipe
