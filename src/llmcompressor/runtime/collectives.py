@@ -43,8 +43,8 @@ from torch import Tensor, distributed
 from llmcompressor.errors import ProcessError
 from llmcompressor.runtime.processes import Processes
 
-PANEL = 32 << 20
-"""Bytes of a message, or of all messages that a rank receives at a time."""
+PANEL = 8 << 20
+"""Bytes of a message, or of all messages that a rank receives at a time; gloo slows down beyond."""
 PATIENCE = 1800.0
 """Seconds that a rank waits for the others, by default."""
 _LONGEST_PAUSE = 0.002
