@@ -79,6 +79,7 @@ MACHINE_PATH = re.compile(r"/(?:home|work|root|Users|opt/envs)/\w|[A-Z]:\\\\User
 # A unit test lies in the folder of what it tests; an integration test is a part of a story.
 STORIES = {
     "examples",
+    "gates",
     "oneshot",
     "ranks",
     "resume",

@@ -13,6 +13,7 @@
     │   └── OutputError                the output directory
     ├── LifecycleError (RuntimeError)  a modifier was called out of order
     ├── ProcessError (RuntimeError)    another process of the same run has failed
+    ├── GateError                      a checkpoint does not keep its gates, and lies elsewhere
     └── NonFiniteError (ArithmeticError)  NaN or infinity in weights or activations
 
 An :class:`InputError` names the thing, the reason and the remedy. It is raised before any
@@ -22,7 +23,7 @@ work is done and nothing has been written when it is.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class CompressorError(Exception):
@@ -73,6 +74,26 @@ class LifecycleError(CompressorError, RuntimeError):
 
 class ProcessError(CompressorError, RuntimeError):
     """Another process of the same run has failed or cannot be reached."""
+
+
+class GateError(CompressorError):
+    """A checkpoint does not keep its quality gates: it is kept, but not under its name.
+
+    Args:
+        folder: where it lies, with its report.
+        target: the output directory, which is as it was before.
+        reasons: a clause for each gate that is not kept.
+    """
+
+    def __init__(self, folder: str, target: str, reasons: Sequence[str]) -> None:
+        self.folder, self.target, self.reasons = folder, target, tuple(reasons)
+        super().__init__(
+            f"The checkpoint does not keep its gates: {'; '.join(reasons)}. It lies in {folder} "
+            f"with its report, and {target} is as it was."
+        )
+
+    def __reduce__(self) -> tuple[type[GateError], tuple[str, str, tuple[str, ...]]]:
+        return type(self), (self.folder, self.target, self.reasons)
 
 
 class NonFiniteError(CompressorError, ArithmeticError):

@@ -44,12 +44,14 @@ class FieldHelp(str):
     Attributes:
         check: the check of the field's values.
         off: the help of ``--no-field``, for a field that is true by default.
+        option: the name on the command line, where that is not the field's.
     """
 
-    __slots__ = ("check", "off")
+    __slots__ = ("check", "off", "option")
 
     check: Check
     off: str | None
+    option: str | None
 
 
 def argument(
@@ -59,6 +61,7 @@ def argument(
     default: Any = None,
     factory: Any = dataclasses.MISSING,
     off: str | None = None,
+    option: str | None = None,
 ) -> Any:
     """Return the field of a dataclass for an argument.
 
@@ -68,9 +71,10 @@ def argument(
         default: its default; ``MISSING`` if it is required.
         factory: makes the default, if that is mutable.
         off: the help of ``--no-field``, for a field that is true by default.
+        option: the name on the command line, where that is not the field's.
     """
     found = FieldHelp(help_text)
-    found.check, found.off = check, off
+    found.check, found.off, found.option = check, off, option
     if factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=factory, metadata={"help": found})
     return dataclasses.field(default=default, metadata={"help": found})

@@ -93,6 +93,9 @@ class OneshotKeywords(TypedDict, total=False):
     resume: str
     verify: bool
     report: bool
+    gates: list[str] | str | dict[str, Any] | None
+    gate_dataset: Any
+    gate_reference: Any
 
 
 class TrainKeywords(OneshotKeywords, total=False):

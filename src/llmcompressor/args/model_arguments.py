@@ -23,6 +23,7 @@ from llmcompressor.args.checks import (
     size,
     string,
 )
+from llmcompressor.args.gates import parse_gates
 from llmcompressor.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -239,6 +240,21 @@ class RunArguments(CheckedFields):
         boolean,
         off="Do not write report.html.",
         default=True,
+    )
+    # HfArgumentParser uses the member before None
+    gates: list[str] | None | str | dict[str, Any] = argument(  # noqa: RUF036
+        "A limit that the checkpoint has to keep to get its name, repeatable: kl=0.02, "
+        "perplexity=1.03 (times the original's), top1=0.9, size=5GB.",
+        optional(parse_gates),
+        option="gate",
+    )
+    gate_dataset: Named = argument(
+        "Text to measure the gates on, as for evaluate; not given: a test split of the data, or "
+        "held-out modules of Python's standard library.",
+        anything,
+    )
+    gate_reference: Named = argument(
+        "The original model that gates compare with; not given: the model.", optional(_model)
     )
     dry_run: bool = argument(
         "Make and show the plan of the run; compress and write nothing.", boolean, default=False

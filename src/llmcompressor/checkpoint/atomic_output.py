@@ -16,14 +16,14 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 
 import psutil
 
-from llmcompressor.errors import OutputError
+from llmcompressor.errors import GateError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.runtime import durable
 from llmcompressor.runtime.limits import parse_json
@@ -275,7 +275,7 @@ def _is_in_use(target: Path, *own: Path) -> bool:
     """Return True if a folder holds files that no run on it has left there."""
     if not target.is_dir():
         return False
-    mine = {work_folder(target), *own, *_stale_paths(target)}
+    mine = {work_folder(target), rejected_folder(target), *own, *_stale_paths(target)}
     moved = set() if is_unmoved(target) else moved_names(target)
     return any(path not in mine and path.name not in moved for path in target.iterdir())
 
@@ -299,15 +299,19 @@ def _check_replaceable(target: Path, *, overwrite: bool) -> None:
 
 @contextmanager
 def staged_output(
-    output_dir: str | os.PathLike[str], *, on_existing: OnExisting = OnExisting.REFUSE
+    output_dir: str | os.PathLike[str],
+    *,
+    on_existing: OnExisting = OnExisting.REFUSE,
+    gate: Callable[[Path], None] | None = None,
 ) -> Iterator[Path]:
     """Write a directory elsewhere and move it into place when the block ends without an error.
 
     A target that holds files by then is left, with a name alongside it; replaced; or the new files
-    are moved into it. Yields the directory to write into.
+    are moved into it. Yields the directory to write into. ``gate`` is called with it at the end.
 
     Raises:
         OutputError: the target holds files and they may not be touched, or the disk is full.
+        GateError: raised by ``gate``; the files are in :func:`rejected_folder`.
     """
     target = Path(output_dir).expanduser().resolve()
     place = _staging_place(target)
@@ -319,9 +323,14 @@ def staged_output(
             staging.mkdir()
         try:
             yield staging
+            if gate is not None:
+                gate(staging)
             run = work_folder(target)  # there if a run has reserved the target
             marker = run / MOVING if run.is_dir() else None
             publish_folder(staging, target, on_existing, marker=marker)
+        except GateError:
+            publish_folder(staging, rejected_folder(target), OnExisting.REPLACE)
+            raise
         except _TakenError as error:
             numbered = (f".finished-{number}" for number in itertools.count(1))
             spares = (
@@ -341,6 +350,11 @@ def staged_output(
 def work_folder(target: Path) -> Path:
     """Return the work folder of a resumable run on ``target``: ``NAME.partial`` alongside it."""
     return _staging_place(target) / f"{target.name}.partial"
+
+
+def rejected_folder(target: Path) -> Path:
+    """Return the place of a checkpoint that does not keep its gates: ``NAME.rejected``."""
+    return _staging_place(target) / f"{target.name}.rejected"
 
 
 def moved_names(target: Path) -> set[str]:

@@ -66,6 +66,7 @@ from llmcompressor.core.block_source import BlockSource, Visit
 from llmcompressor.errors import (
     ArgumentError,
     DatasetError,
+    GateError,
     NonFiniteError,
     OutputError,
     RecipeError,
@@ -323,7 +324,7 @@ class ResidentBlocks(BlockSource):
         self.source_folder = source_folder
         self._by_block = by_block
         self._writes = writes
-        self._ranks = Ranks()
+        self._ranks, self._processes = Ranks(), Processes()
 
     def shared_by(self, processes: Processes, ranks: Ranks | None) -> AbstractContextManager[None]:
         """Share a run with other processes: each has the whole model.
@@ -332,7 +333,7 @@ class ResidentBlocks(BlockSource):
             processes: the processes of the run.
             ranks: those that share the work; ``None``: each does all of it.
         """
-        self._ranks = ranks or Ranks()
+        self._ranks, self._processes = ranks or Ranks(), processes
         return nullcontext()
 
     def activation_room(self, room: Room) -> int | None:
@@ -371,13 +372,20 @@ class ResidentBlocks(BlockSource):
         return self._reports
 
     def publish(self, options: SaveOptions) -> None:
-        """Write the model to the output."""
-        if self._output is None:
-            return
-        malloc_trim()
-        model: Any = self.model
-        target, overwrite = self._output.target, self._output.overwrite
-        save_checkpoint(model, target, options, overwrite=overwrite, was_free=True)
+        """Write the model to the output; GateError on all processes if it fails its gates."""
+        refused: GateError | None = None
+        if self._output is not None:
+            malloc_trim()
+            model: Any = self.model
+            target, overwrite = self._output.target, self._output.overwrite
+            try:
+                save_checkpoint(model, target, options, overwrite=overwrite, was_free=True)
+            except GateError as error:
+                refused = error
+        if options.gate is not None:
+            refused = self._processes.all_gather("gates", refused)[0]
+        if refused is not None:
+            raise refused
 
     def show(self) -> None:
         """Let the model be used; it is complete."""
@@ -474,8 +482,16 @@ class StreamedBlocks(BlockSource):
             yield
             return
         if processes.count > 1 and not processes.is_first:
-            self._made = processes.all_gather("output")[0]
-        yield
+            made = processes.all_gather("output")[0]
+            if isinstance(made, GateError):
+                raise made
+            self._made = made
+        try:
+            yield
+        except GateError as error:
+            if processes.count > 1:
+                processes.all_gather("output", error)
+            raise
         if processes.count > 1:
             if processes.is_first:
                 choices = self._journal.choices.items()
@@ -725,21 +741,36 @@ class StreamedBlocks(BlockSource):
         return found
 
     def publish(self, options: SaveOptions) -> None:
-        """Write all files but the weights, and give the output its name."""
-        workspace = self._workspace
-        if workspace is None and self._made is None:
-            self._ranks.exchange(None, what="writing of the other files")
-            self._made = {"choices": {}}
-        if workspace is None:  # the first process has done that
+        """Write all files but the weights, and give the output its name.
+
+        Raises:
+            GateError: it does not keep its gates, and is in ``NAME.rejected``; on all ranks.
+        """
+        if self._workspace is None and self._made is not None:  # the first process has done that
             return
+        refused = self._publish_alone(options)
+        refused = self._ranks.patient(refused, what="writing of the other files")[0]
+        if refused is not None:
+            raise refused
+        if self._workspace is None:
+            self._made = {"choices": {}}
+
+    def _publish_alone(self, options: SaveOptions) -> GateError | None:
+        """Write and publish the output in the one process that does; return why it may not be."""
+        workspace = self._workspace
+        if workspace is None:
+            return None
         manifest, overwrite = self._output.manifest, self._output.overwrite
         if not workspace.is_published:
             weights = self._written_weights()
             write_non_weight_files(self.model, workspace.files, options, manifest, weights)
             workspace.mark_ready()
-        workspace.publish(replace=overwrite)
+        try:
+            workspace.publish(replace=overwrite, gate=options.gate)
+        except GateError as error:
+            return error
         logger.info(f"Saved {workspace.target}.")
-        self._ranks.exchange(None, what="writing of the other files")
+        return None
 
     def _written_weights(self) -> WrittenWeights:
         """The weight files with all hashes, of this run and of those that it goes on from."""

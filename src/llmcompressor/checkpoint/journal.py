@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -43,11 +43,12 @@ from llmcompressor.checkpoint.atomic_output import (
     is_published,
     parents_removed_on_error,
     publish_folder,
+    rejected_folder,
     remove_stale,
     remove_work_folder,
     work_folder,
 )
-from llmcompressor.errors import InputError, OutputError
+from llmcompressor.errors import GateError, InputError, OutputError
 from llmcompressor.logger import log_progress, logger
 from llmcompressor.runtime import durable
 from llmcompressor.runtime.folder_lock import locked
@@ -318,12 +319,30 @@ class Workspace:
         durable.sync_tree(self.files)
         self.journal.mark_ready()
 
-    def publish(self, *, replace: bool) -> None:
-        """Move the finished output to its final name and remove the work folder."""
+    def publish(self, *, replace: bool, gate: Callable[[Path], None] | None = None) -> None:
+        """Move the finished output to its final name and remove the work folder.
+
+        Args:
+            replace: replace an existing checkpoint of that name.
+            gate: called with the output before; one that has its name already has passed.
+
+        Raises:
+            GateError: raised by ``gate``; the output is in ``NAME.rejected``.
+        """
         if not self.is_published:
+            if gate is not None:
+                self._pass_gate(gate)
             self._move(replace=replace)
         remove_work_folder(self.target)
         remove_stale(self.target)
+
+    def _pass_gate(self, gate: Callable[[Path], None]) -> None:
+        try:
+            gate(self.files)
+        except GateError:
+            publish_folder(self.files, rejected_folder(self.target), OnExisting.REPLACE)
+            remove_work_folder(self.target)
+            raise
 
     def _move(self, *, replace: bool) -> None:
         on_existing = OnExisting.REPLACE if replace else OnExisting.REFUSE

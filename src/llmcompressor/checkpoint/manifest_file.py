@@ -16,11 +16,11 @@ from typing import Any
 import xxhash
 
 from llmcompressor.checkpoint.copied_files import OF_A_RUN
-from llmcompressor.checkpoint.model_config import REPORT_FILE, json_text
+from llmcompressor.checkpoint.model_config import GATES, REPORT_FILE, json_text
 from llmcompressor.checkpoint.source import CONFIG, TensorHeader
 from llmcompressor.checkpoint.tensor_files import OutputFile, OutputLayout, hashes_of
 from llmcompressor.errors import CheckpointError
-from llmcompressor.runtime.durable import errors_naming
+from llmcompressor.runtime.durable import errors_naming, replace
 from llmcompressor.runtime.limits import parse_json
 from llmcompressor.runtime.progress import join_names
 
@@ -105,6 +105,32 @@ def write_manifest(
         },
     }
     (folder / MANIFEST_FILE).write_text(json_text(content), encoding="utf-8")
+
+
+def note_gates(folder: Path, found: Mapping[str, Any]) -> None:
+    """Note in the report and in the manifest of a whole output what its gates have measured.
+
+    Args:
+        folder: of the output; one that has them noted already gets the new ones.
+        found: as JSON data.
+    """
+    file, manifest = folder / REPORT_FILE, read_manifest(folder)
+    report = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    content = json_text({**report, GATES: dict(found)}).encode()
+    replace(file, content)
+    about = manifest["about"]
+    about["files"] = {**about["files"], REPORT_FILE: hashlib.sha256(content).hexdigest()}
+    manifest["about"] = {**about, GATES: dict(found)}
+    replace(folder / MANIFEST_FILE, json_text(manifest).encode())
+
+
+def gates_of(folder: Path) -> dict[str, Any] | None:
+    """Return what the manifest of an output says of its gates; ``None`` if it has none."""
+    try:
+        found = read_manifest(folder)["about"].get(GATES)
+    except CheckpointError:
+        return None
+    return dict(found) if isinstance(found, Mapping) else None
 
 
 def _weight_file(file: OutputFile, written: Mapping[str, str]) -> dict[str, Any]:

@@ -120,6 +120,7 @@ _WITHOUT_EFFECT = {
 
 Text = str | Callable[[], str | None] | None
 Check = Callable[..., Mapping[str, Any]] | None
+Gate = Callable[[Path], None] | None
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ class SaveOptions:
             ``save_pretrained`` with ``kinds`` too, those of the modules); its result is stored in
             the report.
         page: called with the folder and the original's at the very end, to write a page about them.
+        gate: called with the folder of the whole output before it gets its name; notes what it
+            measures in its report, and raises GateError. ``save_pretrained`` does not call it.
         dtype: the model's dtype when it was quantized, if known.
         once: several processes hold the same model, and only one of them writes.
     """
@@ -154,6 +157,7 @@ class SaveOptions:
     run: RunRecord | None = None
     check: Check = None
     page: Callable[[Path, Path | None], None] | None = None
+    gate: Gate = None
     dtype: torch.dtype | None = None
     once: bool = False
 
@@ -186,13 +190,14 @@ def save_checkpoint(
     Raises:
         OutputError: the directory may not be written, or the disk is full.
         NonFiniteError: a scale is not finite.
+        GateError: the checkpoint does not keep its gates, and is in ``NAME.rejected``.
     """
     options = options or SaveOptions()
     target = check_output_dir(
         output_dir, source=options.folder(model), overwrite=overwrite, is_ours=was_free
     )
     on_existing = OnExisting.REPLACE if overwrite else OnExisting.REFUSE
-    with staged_output(target, on_existing=on_existing) as folder:
+    with staged_output(target, on_existing=on_existing, gate=options.gate) as folder:
         write_checkpoint(model, folder, options)
     logger.info(f"Saved {target}.")
     return target

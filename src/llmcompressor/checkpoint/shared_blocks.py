@@ -174,8 +174,10 @@ class SharedBlocks(StreamedBlocks):
     def publish(self, options: SaveOptions) -> None:
         """Let the first rank give the output its name, and wait until it has."""
         with self._peers.agreed("published"):
-            if self._peers.rank == 0:
-                super().publish(options)
+            refused = self._publish_alone(options) if self._peers.rank == 0 else None
+        refused = self._peers.patient(refused, what="gates")[0]
+        if refused is not None:
+            raise refused
 
     def show(self) -> None:
         """Leave the model as it is: what was made stands in the output."""

@@ -95,6 +95,17 @@ _IncludePath = Annotated[
         rich_help_panel=_OF_TASKS,
     ),
 ]
+_Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the checkpoint that the output holds.")
+]
+_Gate = Annotated[
+    list[str] | None,
+    typer.Option(help="A limit to keep, repeatable: kl=0.02, perplexity=1.03, top1=0.9, size=5GB."),
+]
+_GateText = Annotated[str | None, typer.Option(help="Text to measure gates on, as for evaluate.")]
+_GateReference = Annotated[
+    str | None, typer.Option(help="The original to compare with, if not MODEL.")
+]
 _Precision = Annotated[
     str, typer.Option(help="What to compute in: auto (as stored), float16, bfloat16 or float32.")
 ]
@@ -235,9 +246,10 @@ def _model_free(
     no_report: Annotated[
         bool, typer.Option("--no-report", help="Do not write report.html.")
     ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the checkpoint that the output holds.")
-    ] = False,
+    overwrite: _Overwrite = False,
+    gate: _Gate = None,
+    gate_dataset: _GateText = None,
+    gate_reference: _GateReference = None,
     verbose: Verbose = 0,
     debug: Debug = False,
 ) -> None:
@@ -259,6 +271,9 @@ def _model_free(
             verify=not no_verify,
             report=not no_report,
             overwrite=overwrite,
+            gates=gate or None,
+            gate_dataset=gate_dataset,
+            gate_reference=gate_reference,
         )
         typer.echo(f"Written: {folder}")
 

@@ -15,11 +15,12 @@ from types import FrameType
 
 import typer
 
-from llmcompressor.errors import CompressorError
+from llmcompressor.errors import CompressorError, GateError
 from llmcompressor.runtime.durable import errors_with_files
 
 UNFORESEEN = 1
 CANNOT_BE_USED = 2
+REJECTED = 3
 INTERRUPTED = 130
 TERMINATED = 143
 
@@ -52,6 +53,9 @@ def report_errors(*, debug: bool, resumable: bool = False) -> Iterator[None]:
         command = typed.replace(" --resume never", "").replace(" --resume=never", "")
         _say(f"{what} Continue with: {command}" if resumable else what, debug)
         raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
+    except GateError as error:
+        _say(f"Rejected: {error}", debug)
+        raise typer.Exit(REJECTED) from None
     except CompressorError as error:
         _say(f"Error: {error}", debug)
         raise typer.Exit(CANNOT_BE_USED) from None

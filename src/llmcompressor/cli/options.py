@@ -64,15 +64,14 @@ def option_parameters(
             continue
         kind = _kind(hints[field.name], field.default)
         text = field.metadata.get("help") or ""
+        name = getattr(text, "option", None) or field.name
         if kind.typed is bool and field.default is True and isinstance(text, FieldHelp):
             text = text.off or ""
         elif kind.typed is not bool and field.default not in (None, dataclasses.MISSING):
             text = f"{text} (default: {field.default})"
         option = typer.Option(
             # a flag has only the form that changes its default
-            dashed(
-                f"no-{field.name}" if kind.typed is bool and field.default is True else field.name
-            ),
+            dashed(f"no-{name}" if kind.typed is bool and field.default is True else name),
             help=text,
             metavar=kind.metavar,
             rich_help_panel=panel,

@@ -31,9 +31,16 @@ from llmcompressor.args import (
     RunArguments,
     parse_arguments,
 )
+from llmcompressor.args.gates import SIZE
 from llmcompressor.args.parsing import training_argument_names
-from llmcompressor.checkpoint.atomic_output import check_file, check_output_dir, check_path_argument
+from llmcompressor.checkpoint.atomic_output import (
+    check_file,
+    check_output_dir,
+    check_path_argument,
+    rejected_folder,
+)
 from llmcompressor.checkpoint.journal import resumable_fingerprint
+from llmcompressor.checkpoint.manifest_file import gates_of
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.side_files import load_processor
 from llmcompressor.checkpoint.source import SourceInfo, local_directory
@@ -192,6 +199,9 @@ class Task:
         output_dir: the output folder; nothing is written without it.
         classes: dataclasses of further arguments.
         arguments: by name.
+
+    Attributes:
+        gates: the limits that the output has to keep, those of the recipe among them.
     """
 
     def __init__(
@@ -227,8 +237,13 @@ class Task:
         self.keeps_ties = bool(arguments.get("tie_word_embeddings", False))
         if self.model_args.device is not None:
             parse_device(self.model_args.device)
-        self.recipe = self._read_recipe()
+        with_gates = self._read_recipe()
+        self.gates: dict[str, float] = {**with_gates.gates, **(self.run_args.gates or {})}
+        self.recipe = with_gates.without_gates()
+        if self.gates:
+            self.call["arguments"]["gates"] = self.gates
         self.output_dir = self._check_output(output_dir)
+        self._check_gates()
 
     # ------------------------------------------------------------------ checks, before anything
 
@@ -264,6 +279,31 @@ class Task:
             target /= self.recipe_args.stage
         self.check_free(target)
         return target.expanduser().resolve()
+
+    def _check_gates(self) -> None:
+        """Refuse gates without an output, and arguments of gates without any that need them."""
+        measures = self.gates.keys() - {SIZE}
+        for name in ("gate_dataset", "gate_reference"):
+            if getattr(self.run_args, name) is not None and not measures:
+                raise ArgumentError(
+                    f"The argument {name!r} is of gates that are measured, and none is given.",
+                    "Give gates={'kl': 0.02} (--gate kl=0.02) too, or leave it out.",
+                )
+        if not self.gates:
+            return
+        if self.output_dir is None:
+            raise ArgumentError(
+                "Gates decide whether an output gets its name, and there is no output_dir.",
+                "Give output_dir (--output), or leave the gates out.",
+            )
+        folder = rejected_folder(self.output_dir)
+        check_output_dir(folder, source=self.source, is_ours=True)
+        if folder.exists() and (gates_of(folder) or {}).get("passed", True):
+            raise OutputError(
+                f"{folder} is where a checkpoint goes that does not keep its gates, and it holds "
+                "something else.",
+                "Move it elsewhere, or choose another output directory.",
+            )
 
     def check_free(self, target: Path) -> None:
         """Refuse an output directory that could not be written at the end.

@@ -155,7 +155,7 @@ def evaluate(
                         split=split,
                     )
                     windows = sample_windows(cut_windows(documents, length), num_samples, seed)
-                    _check_windows(windows, models[0])
+                    check_windows(windows, models[0])
                     with _explain_failures(checkpoint, reference, dtype=dtype):
                         report = _measure_shared(processes, models, windows, batch_size)
                     report = _with_texts(report, windows, tokenizer)
@@ -389,7 +389,16 @@ def _window_length(asked: int | None, models: Sequence[PreTrainedModel]) -> int:
     return min([_WINDOW, *limits]) if asked is None else asked
 
 
-def _check_windows(windows: Sequence[Sequence[int]], model: PreTrainedModel) -> None:
+def check_windows(windows: Sequence[Sequence[int]], model: Module) -> None:
+    """Refuse text that a model cannot be measured on.
+
+    Args:
+        windows: token ids.
+        model: its weights may be on the meta device.
+
+    Raises:
+        DatasetError: there is none, or it has tokens beyond the model's vocabulary.
+    """
     if not windows:
         raise DatasetError(
             "The text to evaluate on is empty.", "Give a text with at least two tokens."

@@ -182,7 +182,7 @@ NOT_OF_A_CALL = frozenset(
 """Arguments that decide no byte, that send something elsewhere, secrets, and those of the recipe,
 whose text is recorded.
 """
-_NOT_TOLD = frozenset({"dataset", "raw_kwargs"})
+_NOT_TOLD = frozenset({"dataset", "gate_dataset", "raw_kwargs"})
 """Arguments that may hold the data itself or a key to it: only a name is recorded."""
 _MOST_RECORDED = 4096
 """Characters of an argument that is recorded as it is."""

@@ -92,6 +92,9 @@ def model_free_ptq(
     verify: bool = True,
     report: bool = True,
     overwrite: bool = False,
+    gates: Any = None,
+    gate_dataset: Any = None,
+    gate_reference: Any = None,
 ) -> Path:
     """Quantize the weights of a checkpoint by round-to-nearest, from its files alone.
 
@@ -125,6 +128,10 @@ def model_free_ptq(
         verify: read the written files again and check them.
         report: write ``report.html`` beside the weights.
         overwrite: replace an existing checkpoint in ``save_directory``.
+        gates: limits that the checkpoint has to keep to get its name, as for ``oneshot``. For
+            those that are measured transformers has to have the model's class.
+        gate_dataset: text to measure them on; by default held-out modules of Python's library.
+        gate_reference: the original to compare with; by default the checkpoint itself.
 
     Returns:
         The folder.
@@ -133,6 +140,7 @@ def model_free_ptq(
         InputError: an invalid argument or checkpoint; nothing has been written then.
         NonFiniteError: a weight holds NaN or infinity.
         ProcessError: another process has failed, or does not come in ten minutes.
+        GateError: the checkpoint does not keep its gates, and is in ``NAME.rejected``.
 
     Example::
 
@@ -147,21 +155,15 @@ def model_free_ptq(
         resolved = modifier.resolve_quantization_config()
         _check_needs_no_data(modifier, resolved)
         chosen = _device(device)
-        job = Job(
-            as_path("save_directory", save_directory),
-            None,
-            model=path("model_stub", model_stub),
-            recipe=modifier,
-            device=chosen,
-            resume=resume,
-            max_memory=max_memory,
-            verify=verify,
-            report=report,
-            overwrite=overwrite,
-        )
+        limits = {"resume": resume, "max_memory": max_memory, "verify": verify, "report": report}
+        gated = {"gates": gates, "gate_dataset": gate_dataset, "gate_reference": gate_reference}
+        given = {"model": path("model_stub", model_stub), "recipe": modifier, "device": chosen}
+        target = as_path("save_directory", save_directory)
+        job = Job(target, None, overwrite=overwrite, **given, **limits, **gated)
         assert job.output_dir is not None
-        what = {"model": job.place, "scheme": scheme, "ignore": ignore, "config": config}
-        job.call = call_record("model_free_ptq", what | {"device": chosen, "converter": converter})
+        what = {"model": job.place, "scheme": scheme, "ignore": ignore, "config": config, **gated}
+        what |= {"device": chosen, "converter": converter, "gates": job.gates or None}
+        job.call = call_record("model_free_ptq", what)
         processes.check_equal("recipe", job.recipe.yaml())
         processes.check_equal("save_directory", str(job.output_dir))
         with first_before_others(processes, "source"):

@@ -170,6 +170,7 @@ def oneshot(
         InputError: an invalid argument, recipe, model or data set; the message has the remedy. It
             is raised before any calibration, and nothing has been written.
         NonFiniteError: NaN or infinity in weights or activations, with the module's name.
+        GateError: the checkpoint does not keep its ``gates``, and is in ``NAME.rejected``.
 
     An interrupted run with an output directory is resumed by the same call: its progress is in
     ``NAME.partial`` next to the output ``NAME``.

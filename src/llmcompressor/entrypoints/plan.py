@@ -15,8 +15,9 @@ import torch
 from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.entrypoints.arguments import Job, parse_device
+from llmcompressor.entrypoints.gates import check_size
 from llmcompressor.entrypoints.run import SHARE_FOR_WEIGHTS, MemoryLimits, whole_model_reason
-from llmcompressor.errors import InputError, TargetError
+from llmcompressor.errors import ArgumentError, InputError, TargetError
 from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.numerics.products import float32_by_default
@@ -149,7 +150,12 @@ def plan_from_arguments(
     )
     with gc_relaxed():
         found = make_plan(subject, request)
-    return replace(found, notes=[*job.notes, *found.notes])
+    problems = list(found.problems)
+    try:
+        check_size(job.gates, 0 if found.sizes is None else found.sizes.weights)
+    except ArgumentError as error:
+        problems.append(problem_of("gates", error))
+    return replace(found, notes=[*job.notes, *found.notes], problems=problems)
 
 
 def _subject(job: _DraftJob) -> PlannedModel:
@@ -166,6 +172,9 @@ class _DraftJob(Job):
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         super().__init__(**arguments)
+
+    def _check_gates(self) -> None:
+        """Leave to the run what needs an output."""
 
     @contextmanager
     def recording_problems(self, where: str, kind: type[InputError] = InputError) -> Iterator[None]:

@@ -18,6 +18,7 @@ from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint.atomic_output import check_output_dir
 from llmcompressor.checkpoint.journal import PROCESSOR, RunIdentity
 from llmcompressor.checkpoint.manifest_file import read_manifest
+from llmcompressor.checkpoint.model_config import GATES
 from llmcompressor.checkpoint.source import is_hub_id, local_directory
 from llmcompressor.datasets import rows
 from llmcompressor.datasets.source import KIND_NAMES
@@ -26,7 +27,7 @@ from llmcompressor.entrypoints.fingerprints import NOT_OF_A_CALL, OBJECT, versio
 from llmcompressor.entrypoints.model_free import model_free_ptq
 from llmcompressor.entrypoints.oneshot import oneshot
 from llmcompressor.entrypoints.train import train
-from llmcompressor.errors import ArgumentError, CheckpointError
+from llmcompressor.errors import ArgumentError, CheckpointError, GateError
 from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.reporting.summary import summary_left_out
 from llmcompressor.runtime.processes import rank_and_world_size
@@ -34,7 +35,10 @@ from llmcompressor.runtime.progress import join_names
 from llmcompressor.runtime.registry import normalize_name
 
 _MOST = 5
-_PLACES = ("model", "dataset", "dataset_path", "tokenizer", "processor", "distill_teacher")
+_PLACES = (
+    *("model", "dataset", "dataset_path", "tokenizer", "processor", "distill_teacher"),
+    *("gate_dataset", "gate_reference"),
+)
 """Arguments that may be paths."""
 _TRUST = ("trust_remote_code_model", "trust_remote_code_data")
 """Arguments that let code of others run: whoever reproduces gives them, not a manifest."""
@@ -114,9 +118,9 @@ def reproduce(
         logger.warning(f"It differs from the run that made {folder.name}: {line}.")
     with _place(folder, output_dir) as place:
         with call.rendered(), summary_left_out() if output_dir is None else nullcontext():
-            call.make(place)
-        after = read_manifest(place)
-    kept = None if output_dir is None else place
+            written = call.make(place)
+        after = read_manifest(written)
+    kept = None if output_dir is None else written
     return _compared(folder, before, after, kept)
 
 
@@ -161,9 +165,13 @@ class _Call:
             return nullcontext()
         return rendered_at(datetime.fromisoformat(self.moment))
 
-    def make(self, place: Path) -> None:
-        """Call it again, for another output."""
-        _FUNCTIONS[self.function](self, place)
+    def make(self, place: Path) -> Path:
+        """Call it again, for another output; return where that lies, also if gates reject it."""
+        try:
+            _FUNCTIONS[self.function](self, place)
+        except GateError as error:
+            return Path(error.folder)
+        return place
 
 
 def _again(function: Callable[..., Any]) -> Callable[[_Call, Path], None]:
@@ -273,7 +281,21 @@ def _compared(
         for part in ("source", "run")
         for line in RunIdentity({part: after[part]}).differences({part: before[part]})
     ]
+    kept_gates = [_gates_told(each["about"].get(GATES)) for each in (before, after)]
+    if kept_gates[0] != kept_gates[1]:
+        reasons.append(f"gates: {kept_gates[0]} then, {kept_gates[1]} now")
     return Reproduction(folder, tuple(changed), tuple(files), tuple(reasons), kept)
+
+
+def _gates_told(found: Mapping[str, Any] | None) -> str:
+    """Return which gates there are, and which are not kept.
+
+    >>> _gates_told({"measured": {"kl": {"passed": True}, "top1": {"passed": False}}})
+    'kl kept, top1 NOT kept'
+    """
+    measured = {} if found is None else found.get("measured") or {}
+    told = (f"{name} {'kept' if one['passed'] else 'NOT kept'}" for name, one in measured.items())
+    return ", ".join(told) or "none"
 
 
 def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

@@ -49,6 +49,7 @@ from llmcompressor.checkpoint.source import (
     source_of,
     tell_remarks,
 )
+from llmcompressor.checkpoint.tensor_files import layout_files
 from llmcompressor.core.block_source import BlockSource
 from llmcompressor.core.contract import DataSize, DataUse, Prediction, Solving
 from llmcompressor.core.modifier import Modifier
@@ -66,6 +67,7 @@ from llmcompressor.entrypoints.arguments import (
     parse_device,
 )
 from llmcompressor.entrypoints.fingerprints import fingerprint_of, run_identity, run_record
+from llmcompressor.entrypoints.gates import Gates, check_size, prepare_gates
 from llmcompressor.entrypoints.verify import (
     check_servable,
     is_meant_unservable,
@@ -617,10 +619,12 @@ class _Run:
         self._batches, self._session = batches, session
         self._known: RunIdentity | None = None
         self._began_with: Mapping[str, Any] = {}
+        self._gates: Gates | None = None
 
     def __call__(self) -> Module:
         """Load, check, compress, write and publish."""
         job, blocks, session = self._job, self._blocks, self._session
+        self._gates = prepare_gates(job, blocks.model, self._processor, self._batches)
         limits = MemoryLimits(job.run_args.max_memory)
         session.state.run.keeps_tied_embeddings = job.keeps_ties
         session.state.run.device_memory = limits.of(blocks.device)
@@ -688,6 +692,7 @@ class _Run:
             headers=blocks.headers,
             as_written=blocks.as_written(),
         )
+        check_size(job.gates, layout_files(predicted.manifest.stored).file_size)
         is_meant = not job.run_args.verify or is_meant_unservable(self._modifiers)
         check_servable(
             predicted.config,
@@ -753,6 +758,7 @@ class _Run:
             run=self._record(),
             check=partial(verify_written, kinds=kinds) if job.run_args.verify else None,
             page=write_run_page if job.run_args.report else None,
+            gate=self._gates,
         )
 
     def _record(self) -> RunRecord:

@@ -36,6 +36,7 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
+from llmcompressor.args.gates import SIZE, parse_gates
 from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint.journal import (
     RunIdentity,
@@ -232,11 +233,11 @@ class StageRecord:
 
 def argument_record(name: str, value: Any, written: Sequence[Path]) -> Any:
     """Return the JSON value of an argument for the record; a fingerprint of data and models."""
-    if name == "dataset":
+    if name in ("dataset", "gate_dataset"):
         return data_fingerprint(value)
     if name == "dataset_path":
         return None if value is None else path_fingerprint(value)
-    if name == "distill_teacher":
+    if name in ("distill_teacher", "gate_reference"):
         return model_record(value, written)
     return _as_json(value)
 
@@ -299,6 +300,8 @@ _FOR_THE_FIRST = ("config_name", "model_revision")
 _QUANTIZED, _ROTATED = "has quantized", "rotates at run time"
 _MULTIPLIED_IN = {"R1", "R2"}
 """Rotations of which nothing is left in the forward."""
+_OF_GATES = ("gates", "gate_dataset", "gate_reference")
+"""Arguments of the last stage, and of others whose recipe has gates of its own."""
 _OF_TRAINING = {"distill_teacher", "max_train_samples"}
 """What ``oneshot`` takes and training alone goes by."""
 _NOT_RECORDED = (
@@ -335,12 +338,16 @@ def run_stages(
         output_dir: parent of the stages' folders.
         **arguments: those of ``oneshot`` and of ``train``; each stage gets those of its kind.
 
+    Gates are of the last stage, or of the stage in whose part of the recipe they stand. They
+    compare with ``model``, not with the output of the stage before.
+
     Returns:
         The model of the last stage.
 
     Raises:
         InputError: an invalid argument, recipe, model or data set; raised before any work if
             possible, else by the stage.
+        GateError: the checkpoint of a stage does not keep its gates; the stages before stay.
 
     A repeated call with the same recipe, arguments, model and data skips finished stages and
     resumes an interrupted one.
@@ -359,6 +366,7 @@ def run_stages(
         raise RecipeError("The recipe has no stages to run.", "Give one with modifiers.")
     _check_whole(given)
     plan = [_Stage(stage, whole, given, Path(output_dir)) for stage in whole.stages]
+    _give_gates(plan, model, given)
     _check_order(plan)
     record = StageRecord(Path(output_dir), must_exist=given.get("resume") == "must")
     before: _Stage | None = None
@@ -514,6 +522,33 @@ def _check_whole(given: Mapping[str, Any]) -> None:
     parse_arguments(
         {"model": "the model", **plain}, *_TRAIN, also_known=("output_dir", "log_dir", "loggers")
     )
+
+
+def _give_gates(plan: list[_Stage], model: Any, given: Mapping[str, Any]) -> None:
+    """Leave arguments about gates to the stages that have any, which compare with the first model.
+
+    Raises:
+        ArgumentError: that is an object, which the stages before change.
+    """
+    of_call, last = parse_gates("gates", given.get("gates") or {}), plan[-1]
+    measuring = [one for one in plan if one.recipe.gates.keys() - {SIZE}]
+    if of_call.keys() - {SIZE} or not measuring:
+        measuring = [one for one in measuring if one is not last] + [last]
+    for stage in plan:
+        kept = {"gates"} if stage is last else set()
+        kept |= {"gate_dataset", "gate_reference"} if stage in measuring else set()
+        for name in set(_OF_GATES) - kept:
+            stage.arguments.pop(name, None)
+        needs = stage in measuring and (stage.recipe.gates.keys() | of_call.keys()) - {SIZE}
+        if stage is plan[0] or not needs or given.get("gate_reference") is not None:
+            continue
+        if not isinstance(model, str | os.PathLike):
+            raise ArgumentError(
+                f"The gates of the stage {stage.name!r} compare with the original model, and that "
+                "is an object, which the stages before change.",
+                "Give its folder: gate_reference=...",
+            )
+        stage.arguments["gate_reference"] = os.fspath(model)
 
 
 def _check_order(plan: list[_Stage]) -> None:

@@ -72,6 +72,7 @@ def train(
         InputError: an invalid argument, recipe, model or data set; the message has the remedy. It
             is raised before the first step, and nothing has been written.
         NonFiniteError: NaN or infinity in weights, before or after the training.
+        GateError: the checkpoint does not keep its ``gates``, and is in ``NAME.rejected``.
 
     Inside ``with create_session():`` that session is used, otherwise a new one. An interrupted
     training is resumed by the same call from the last complete checkpoint in ``NAME.partial``

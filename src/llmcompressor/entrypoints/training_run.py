@@ -33,6 +33,7 @@ from llmcompressor.checkpoint.manifest_file import RunRecord
 from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
 from llmcompressor.checkpoint.source import is_hub_id, quantization_method
+from llmcompressor.checkpoint.tensor_files import layout_files
 from llmcompressor.datasets.text import rendered_at
 from llmcompressor.entrypoints.arguments import (
     clean_up_on_error,
@@ -40,6 +41,7 @@ from llmcompressor.entrypoints.arguments import (
     compression_report,
 )
 from llmcompressor.entrypoints.fingerprints import record_change, run_record
+from llmcompressor.entrypoints.gates import Gates, check_size, prepare_gates
 from llmcompressor.entrypoints.run import load_whole_model
 from llmcompressor.entrypoints.training_task import (
     Training,
@@ -53,7 +55,7 @@ from llmcompressor.entrypoints.verify import (
     verify_saved,
     verify_written,
 )
-from llmcompressor.errors import ArgumentError, CheckpointError
+from llmcompressor.errors import ArgumentError, CheckpointError, GateError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.sharded import (
     full_shapes_reported,
@@ -235,6 +237,7 @@ class _Run:
         self.processor: Any = None
         self.began_with: Mapping[str, str] | None = None
         self.record = RunRecord()
+        self.gates: Gates | None = None
 
     def __call__(self) -> Module:
         """Load, train and write the model."""
@@ -252,6 +255,7 @@ class _Run:
             check_labels(train_samples)
         if not hasattr(train_samples, "__len__"):
             task.data.check_steps(task.args.max_steps)
+        self.gates = prepare_gates(task, self.model, self.processor, train_samples)
         use_cache = getattr(self.model.config, "use_cache", None)
         identity = task.identity(self.model, teacher, train_samples)
         self.record = run_record(
@@ -317,6 +321,7 @@ class _Run:
             packed = task.model_args.save_compressed
             modifiers = session.lifecycle.recipe.modifiers
             found = predict_output(self.model, modifiers, session.state, task.source, packed=packed)
+            check_size(task.gates, layout_files(found.manifest.stored).file_size)
             check_output_space(task.output_dir, found.manifest, task.source)
             # a training is worthwhile anyway: warn only
             check_servable(
@@ -405,21 +410,31 @@ class _Run:
             )
             write_checkpoint(self.model, folder.files, options, state)
             folder.mark_written()
-            self._publish(folder)
+        self._publish(folder)
         trainer.accelerator.wait_for_everyone()
 
     def _publish(self, folder: TrainingFolder) -> None:
-        task = self.task
-        assert task.output_dir is not None
-        folder.publish(replace=task.model_args.overwrite, keep_checkpoints=task.keeps_checkpoints)
-        logger.info(f"Saved {task.output_dir}.")
-        tell_summary(task.output_dir)
+        """Give the output its name in the main process; GateError on all if it may not get it."""
+        task, refused = self.task, None
+        if task.output_dir is not None and self.is_main:
+            try:
+                folder.publish(
+                    replace=task.model_args.overwrite,
+                    keep_checkpoints=task.keeps_checkpoints,
+                    gate=self.gates,
+                )
+            except GateError as error:
+                refused = error
+            else:
+                logger.info(f"Saved {task.output_dir}.")
+                tell_summary(task.output_dir)
+        if self.gates is not None and (refused := _broadcast(refused)) is not None:
+            raise refused
 
     def _publish_finished(self, folder: TrainingFolder) -> Module:
         """Publish the output of a training that was killed after writing it, and load the model."""
         logger.info("The training was done and its output written: it only gets its name.")
-        if self.is_main:
-            self._publish(folder)
+        self._publish(folder)
         _broadcast(None)  # wait until it is published
         with loading_compressed():
             model = type(self.model).from_pretrained(self.task.output_dir, dtype="auto")

@@ -25,6 +25,7 @@ from llmcompressor.checkpoint.journal import (
     open_workspace,
     resumable_fingerprint,
 )
+from llmcompressor.checkpoint.save import Gate
 from llmcompressor.checkpoint.source import inspect_source
 from llmcompressor.datasets import rows as table
 from llmcompressor.datasets.calibration import load_training, make_collator
@@ -306,7 +307,7 @@ class TrainingFolder:
         durable.sync_tree(self.training)
         self._workspace.mark_ready()
 
-    def publish(self, *, replace: bool, keep_checkpoints: bool) -> None:
+    def publish(self, *, replace: bool, keep_checkpoints: bool, gate: Gate = None) -> None:
         """Move the output and the trainer's other files to the final name.
 
         It can be repeated after an interruption.
@@ -314,6 +315,10 @@ class TrainingFolder:
         Args:
             replace: replace an existing checkpoint of that name.
             keep_checkpoints: move the trainer's checkpoints to the output too.
+            gate: called with the output before it gets its name.
+
+        Raises:
+            GateError: raised by ``gate``; the output is in ``NAME.rejected``.
         """
         workspace = self._workspace
         assert workspace is not None, "only the main process writes the output"
@@ -322,7 +327,7 @@ class TrainingFolder:
                 state = path if path.name == STATE_FILE else path / STATE_FILE
                 self._update_best_checkpoint(state, workspace.target if keep_checkpoints else None)
                 path.rename(workspace.files / path.name)
-        workspace.publish(replace=replace)
+        workspace.publish(replace=replace, gate=gate)
 
     def _update_best_checkpoint(self, file: Path, output: Path | None) -> None:
         """Update the path of the best checkpoint in a trainer state; ``None`` if it is dropped."""

@@ -132,6 +132,15 @@ def tokenized_documents(
     args = DatasetArguments(
         dataset=source, dataset_config_name=config_name, splits=split, text_column=text_column
     )
+    return documents_of_rows(args, tokenizer)
+
+
+def documents_of_rows(args: DatasetArguments, tokenizer: Any) -> Iterator[Window]:
+    """The documents of the rows that the arguments name, as :func:`tokenized_documents`.
+
+    Raises:
+        ArgumentError: they are a DataLoader's batches.
+    """
     opened = open_source(args, role="evaluation")
     if opened is None:
         raise ArgumentError(
@@ -178,7 +187,7 @@ def _rows_with_text(
         owner = opened.owner(dataset_args=args, split=args.splits, processor=tokenizer)
         template = owner.dataset_template
     prepare = RowPreparer(
-        function=None,
+        function=args.preprocessing_func,
         template=template,
         text_column=args.text_column,
         remove_columns=None,

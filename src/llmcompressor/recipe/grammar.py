@@ -3,17 +3,18 @@
 
 ::
 
-    recipe    := { args?, stages?, NAME_stage*, GROUP_modifiers*, modifiers?, metadata* }
+    recipe    := { args?, gates?, stages?, NAME_stage*, GROUP_modifiers*, modifiers?, metadata* }
     stages    := { NAME: stage }
-    stage     := { args?, run_type?, GROUP_modifiers*, modifiers?, metadata* }
+    stage     := { args?, run_type?, gates?, GROUP_modifiers*, modifiers?, metadata* }
     modifiers := { CLASS: fields } | [ { CLASS: fields } ]
     fields    := { FIELD: value } | null
+    gates     := { GATE: limit } | null
 
-Groups outside a stage belong to the stage ``default``. The list form may hold several modifiers of
-one class. Metadata, which is ignored: ``version``, ``metadata``, ``name``, ``title``,
-``description``, ``author``, ``authors``, ``license``, ``date`` and ``tags``. Every other key is
-an error. A recipe or stage without modifiers is one too, unless one of its ``modifiers`` says so
-with ``{}`` or ``[]``.
+Groups outside a stage belong to the stage ``default``, gates outside to the last one. The list
+form may hold several modifiers of one class. Metadata, which is ignored: ``version``,
+``metadata``, ``name``, ``title``, ``description``, ``author``, ``authors``, ``license``, ``date``
+and ``tags``. Every other key is an error. A recipe or stage without modifiers is one too, unless
+one of its ``modifiers`` says so with ``{}`` or ``[]``.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmcompressor.args.gates import parse_gates
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.modifier_registry import ModifierFactory
-from llmcompressor.errors import RecipeError, did_you_mean
+from llmcompressor.errors import ArgumentError, RecipeError, did_you_mean
 from llmcompressor.recipe.arguments import Arguments, names_used
 from llmcompressor.recipe.stages import DEFAULT_STAGE, Stage, parse_run_type, stage_name
 
@@ -33,18 +35,18 @@ METADATA_KEYS = frozenset(
     {"author", "authors", "date", "description", "license"}
     | {"metadata", "name", "tags", "title", "version"}
 )
-TOP_KEYS = frozenset({"args", "stages", "modifiers"})
-STAGE_KEYS = frozenset({"args", "run_type", "modifiers"})
+TOP_KEYS = frozenset({"args", "gates", "stages", "modifiers"})
+STAGE_KEYS = frozenset({"args", "gates", "run_type", "modifiers"})
 DERIVED_FIELDS = frozenset({"requires_calibration_data"})
 """What other tools write among the fields although it follows from them."""
 
 _GROUP_KEY = re.compile(r"(?P<name>.+)_modifiers(?:_\d+)?$")
 _STAGE_KEY = re.compile(r".+_stage(_\d+)?$")
 _EXPECTED = (
-    "A recipe has `modifiers`, `GROUP_modifiers`, `NAME_stage` or `stages`, and `args`; "
+    "A recipe has `modifiers`, `GROUP_modifiers`, `NAME_stage` or `stages`, `args` and `gates`; "
     "under `modifiers` stand class names with their fields."
 )
-_EXPECTED_IN_STAGE = "A stage has `modifiers` or `GROUP_modifiers`, `run_type` and `args`."
+_EXPECTED_IN_STAGE = "A stage has `modifiers` or `GROUP_modifiers`, `run_type`, `args` and `gates`."
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,11 @@ class _StageDraft:
     run_type: Any = None
     modifiers: list[Modifier] = field(default_factory=list)
     empty_on_purpose: bool = False
+    gates: Mapping[str, float] = field(default_factory=dict)
 
     def finish(self) -> Stage:
-        return Stage(self.name, tuple(self.modifiers), parse_run_type(self.run_type, self.name))
+        run_type = parse_run_type(self.run_type, self.name)
+        return Stage(self.name, tuple(self.modifiers), run_type, self.gates)
 
 
 def _is_group_key(key: str) -> bool:
@@ -138,6 +142,8 @@ class _RecipeParser:
                 f"{self._source} has no modifiers: its keys are {_format_keys(document)}.",
                 f"{_EXPECTED} Write `modifiers: {{}}` for a recipe that does nothing.",
             )
+        *_, last = drafts
+        last.gates = {**self._gates(document.get("gates"), args, self._source), **last.gates}
         stages = tuple(draft.finish() for draft in drafts)
         used = {name: value for args in self._args for name, value in args.used.items()}
         return ParsedRecipe(stages, {**used, **self._overrides})
@@ -152,6 +158,7 @@ class _RecipeParser:
         _check_keys(body, STAGE_KEYS, f"{where[0].upper()}{where[1:]} has", _EXPECTED_IN_STAGE)
         args = self._arguments(self._mapping(body.get("args"), f"`args` of {where}"))
         draft = self._drafts[name] = _StageDraft(name, args.resolve(body.get("run_type")))
+        draft.gates = self._gates(body.get("gates"), args, f"{where[0].upper()}{where[1:]}")
         for group, modifiers in body.items():
             if _is_group_key(group):
                 self._read_group(draft, group, modifiers, args)
@@ -164,6 +171,12 @@ class _RecipeParser:
     def _arguments(self, own: Mapping[str, object]) -> Arguments:
         self._args.append(Arguments({**self._top, **own, **self._overrides}))
         return self._args[-1]
+
+    def _gates(self, value: Any, args: Arguments, where: str) -> dict[str, float]:
+        try:
+            return parse_gates("gates", self._mapping(args.resolve(value), "`gates`"))
+        except ArgumentError as error:
+            raise RecipeError(f"{where} has a wrong gate. {error.problem}", error.remedy) from error
 
     def _read_group(self, draft: _StageDraft, key: str, value: Any, args: Arguments) -> None:
         match = _GROUP_KEY.match(key)

@@ -71,6 +71,16 @@ class Recipe:
         return [modifier for stage in self._stages for modifier in stage.modifiers]
 
     @property
+    def gates(self) -> dict[str, float]:
+        """The gates of all stages; of one name those of the last stage that has it."""
+        return {name: limit for stage in self._stages for name, limit in stage.gates.items()}
+
+    def without_gates(self) -> Recipe:
+        """The recipe without gates, which decide nothing of what is computed."""
+        stages = [replace(stage, gates={}) for stage in self._stages]
+        return Recipe(stages, args=self._args) if self.gates else self
+
+    @property
     def args(self) -> dict[str, object]:
         """The recipe's arguments, with the values that it was built with."""
         return dict(self._args)
@@ -307,7 +317,12 @@ def _check_imported(document: Any) -> None:
 
 def _comparable_content(recipe: Recipe) -> list[Any]:
     return [
-        (stage.name, stage.run_type, [(type(m), modifier_fields(m)) for m in stage.modifiers])
+        (
+            stage.name,
+            stage.run_type,
+            [(type(m), modifier_fields(m)) for m in stage.modifiers],
+            dict(stage.gates),
+        )
         for stage in recipe.stages
     ]
 

@@ -17,6 +17,7 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationScheme
 from pydantic.json_schema import PydanticJsonSchemaWarning
 
+from llmcompressor.args.gates import GATES
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.modifier_registry import builtin_modifiers
 from llmcompressor.recipe.grammar import DERIVED_FIELDS, METADATA_KEYS
@@ -74,8 +75,18 @@ def recipe_schema() -> dict[str, Any]:
     named = {"type": "object", "properties": classes, "additionalProperties": fields}
     listed = {"type": "array", "items": {**named, "minProperties": 1, "maxProperties": 1}}
     definitions["modifiers"] = {"anyOf": [named, listed, {"type": "null"}]}
+    definitions["gates"] = {
+        "type": ["object", "null"],
+        "description": "Limits that the checkpoint has to keep to get its name.",
+        "properties": {
+            name: {"type": ["number", "string"], "description": one.expected}
+            for name, one in GATES.items()
+        },
+        "additionalProperties": False,
+    }
     parts = {
         "args": {"type": "object", "description": "Names and values for eval(...)."},
+        "gates": {"$ref": "#/definitions/gates"},
         "modifiers": {"$ref": "#/definitions/modifiers"},
         **{name: {} for name in sorted(METADATA_KEYS)},
     }

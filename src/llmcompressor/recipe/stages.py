@@ -30,11 +30,13 @@ class Stage:
         name: without the ``_stage`` of its key.
         modifiers: in the order in which they act.
         run_type: ``"oneshot"`` or ``"train"``; ``None`` if the name does not contain it either.
+        gates: limits that its checkpoint has to keep, by name (:mod:`llmcompressor.args.gates`).
     """
 
     name: str
     modifiers: tuple[Modifier, ...]
     run_type: RunType | None = None
+    gates: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.run_type is None:
@@ -89,7 +91,8 @@ def concatenate_stages(parts: Iterable[Sequence[Stage]]) -> tuple[Stage, ...]:
     for stage in (stage for part in parts for stage in part):
         last = joined[-1] if joined else None
         if last and (last.name, last.run_type) == (stage.name, stage.run_type):
-            joined[-1] = replace(last, modifiers=last.modifiers + stage.modifiers)
+            gates = {**last.gates, **stage.gates}
+            joined[-1] = replace(last, modifiers=last.modifiers + stage.modifiers, gates=gates)
         else:
             joined.append(stage)
     return rename_duplicates(joined)

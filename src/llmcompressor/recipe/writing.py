@@ -66,7 +66,7 @@ def to_yaml(stages: Iterable[Stage]) -> str:
 
 
 def to_mapping(stages: Iterable[Stage]) -> dict[str, Any]:
-    """``{NAME_stage: {run_type?, GROUP_modifiers: {CLASS: fields}}}`` of plain types.
+    """``{NAME_stage: {run_type?, gates?, GROUP_modifiers: {CLASS: fields}}}`` of plain types.
 
     Texts that look like expressions are escaped.
     """
@@ -142,6 +142,8 @@ def _stage_mapping(stage: Stage) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     if stage.run_type != infer_run_type(stage.name):
         mapping["run_type"] = stage.run_type
+    if stage.gates:
+        mapping["gates"] = dict(stage.gates)
     for group, modifiers in _group_runs(stage).items():
         entries = [(_class_name(modifier), modifier_fields(modifier)) for modifier in modifiers]
         repeated = len({name for name, _ in entries}) < len(entries)

@@ -55,8 +55,8 @@ def write_run_page(folder: Path, source: Path | None) -> None:
     (folder / PAGE_FILE).write_text(text, encoding="utf-8")
 
 
-def show_evaluation(folder: Path, found: Mapping[str, Any]) -> None:
-    """Show an evaluation on the page of a checkpoint, if it has a page."""
+def show_evaluation(folder: Path, found: Mapping[str, Any] | None = None) -> None:
+    """Show an evaluation, and what the report says by now, on a checkpoint's page if it has one."""
     wanted = _EVALUATIONS_SHOWN.get() and _is_wanted()
     if not wanted or not (folder / PAGE_FILE).is_file():
         return
@@ -160,11 +160,14 @@ def page_of(
     ]
     before = data.get("before") or {}
     verdict = contents.report.get("verification") or {}
-    name = shlex.quote(data.get("name") or contents.folder.name)
+    gates = contents.report.get("gates") or {}
+    place = data.get("name") or contents.folder.name
+    name = shlex.quote(place if gates.get("passed", True) else f"{place}.rejected")
     cards = [
         size_card({"before": before, "after": contents.sizes}, {"": contents}),
         *_errors(matrices),
         *_experts(contents.report.get("experts") or {}),
+        *_gates(gates),
         *_evaluation(data.get("evaluation")),
         *_phases(data.get("phases") or {}),
         _findings(verdict),
@@ -227,6 +230,9 @@ def figures_of(
     evaluation = data.get("evaluation") or {}
     if evaluation.get("perplexity") is not None:
         found.append(Figure("perplexity", f"{evaluation['perplexity']:.4g}"))
+    if gates := contents.report.get("gates"):
+        kept = bool(gates.get("passed"))
+        found.append(Figure("gates", "kept" if kept else "NOT kept", "good" if kept else "bad"))
     verdict = contents.report.get("verification")
     if verdict:
         good = bool(verdict.get("ok"))
@@ -300,6 +306,30 @@ def _experts(records: Mapping[str, Any]) -> list[Card]:
             note="An expert is starved if it got too few tokens for statistics of its own.",
         )
     ]
+
+
+def _gates(found: Mapping[str, Any]) -> list[Card]:
+    """Show the gates: name → ``value``, ``limit`` and whether it is ``passed``."""
+    rows = [
+        (
+            name,
+            *(
+                ""
+                if one[which] is None
+                else f"{one[which]:,.6g}"
+                if name != "size"
+                else f"{one[which]:,}"
+                for which in ("value", "limit")
+            ),
+            "kept" if one["passed"] else "NOT kept",
+        )
+        for name, one in (found.get("measured") or {}).items()
+    ]
+    if not rows:
+        return []
+    note = f"Measured on {found['text']}, {found['tokens']} tokens." if found.get("text") else ""
+    head = ("gate", "measured", "limit", "")
+    return [Card("gates", "Gates", head=head, rows=rows, numbers=(1, 2), note=note)]
 
 
 def _evaluation(found: Mapping[str, Any] | None) -> list[Card]:

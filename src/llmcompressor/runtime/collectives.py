@@ -132,6 +132,14 @@ class Ranks:
 
     # ------------------------------------------------------------------ operations
 
+    def patient(self, value: Any, *, what: str) -> list[Any]:
+        """Small values of all ranks, in their order, however long one needs to come.
+
+        Raises:
+            ProcessError: another rank has failed or has ended.
+        """
+        return self._processes.all_gather(what, value)
+
     @contextmanager
     def agreed(self, what: str) -> Iterator[None]:
         """Let no rank leave the body before all have succeeded in it.

@@ -265,6 +265,16 @@ def _check_parts(digests: Mapping[int, Sequence[str]]) -> None:
 
 
 @contextmanager
+def working_alone() -> Iterator[None]:
+    """Make what processes would share the work of this one alone in the body."""
+    _here.at_work = getattr(_here, "at_work", 0) + 1
+    try:
+        yield
+    finally:
+        _here.at_work -= 1
+
+
+@contextmanager
 def write_once(place: Path) -> Iterator[bool]:
     """Yield True in the one process that is to write ``place``; others wait until it has written.
 

@@ -214,3 +214,42 @@ def test_overrides_win_and_reach_what_depends_on_them(recipe_args):
 def test_wrong_arguments(recipe, recipe_args, message):
     with pytest.raises(RecipeError, match=message):
         Recipe.create_instance(recipe, recipe_args=recipe_args)
+
+
+GATED = {
+    "args": {"most": 0.02},
+    "gates": {"kl": "eval(most)", "top1": 0.9},
+    "first_stage": {"gates": {"size": "1KB"}, "modifiers": {"GrammarPruner": FIELDS}},
+    "second_stage": {"gates": {"top1": 0.8}, "modifiers": {"GrammarRounder": {}}},
+}
+
+
+def test_gates_outside_of_a_stage_are_of_the_last_one() -> None:
+    recipe = Recipe.create_instance(GATED)
+    first, second = recipe.stages
+    assert (first.gates, second.gates) == ({"size": 1000}, {"kl": 0.02, "top1": 0.8})
+    assert recipe.gates == {"size": 1000, "kl": 0.02, "top1": 0.8}
+    assert Recipe.create_instance(GATED, target_stage="first").gates == {"size": 1000}
+
+
+def test_a_recipe_keeps_its_gates() -> None:
+    recipe = Recipe.create_instance(GATED)
+    again = Recipe.create_instance(recipe.yaml())
+    assert again == recipe
+    assert [one.gates for one in again.stages] == [one.gates for one in recipe.stages]
+    bare = recipe.without_gates()
+    assert bare != recipe
+    assert not bare.gates
+    assert "gates" not in bare.yaml()
+    joined = Recipe.create_instance(
+        [Recipe.create_instance({**SAME[0], "gates": {"kl": 1}}), SAME[0]]
+    )
+    assert joined.gates == {"kl": 1.0}
+
+
+@pytest.mark.parametrize("gates", [{"kld": 1}, {"top1": 2}, ["kl"], 3], ids=str)
+def test_wrong_gates(gates: Any) -> None:
+    with pytest.raises(RecipeError, match="gate"):
+        Recipe.create_instance({**SAME[0], "gates": gates})
+    with pytest.raises(RecipeError, match="gate"):
+        Recipe.create_instance({"a_stage": {"modifiers": {"GrammarPruner": {}}, "gates": gates}})
