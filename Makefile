@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 # Which tests run; `make test TESTS=` runs all: also those that take long, and more cases of some.
 TESTS  ?= not slow
 
-.PHONY: demo test lint types unit docs clean
+.PHONY: demo test lint types unit docs test-vllm clean
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,11 @@ types: $(STAMP)
 unit: export PYTHONDONTWRITEBYTECODE :=
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n logical --dist worksteal -m "$(TESTS)"
+
+# Tests that run checkpoints in vLLM: make test-vllm PYTHON_VLLM=vllm-env/bin/python
+test-vllm: $(STAMP)
+	@test -n "$(PYTHON_VLLM)" || { echo "Give PYTHON_VLLM, the Python of an environment with vLLM."; exit 2; }
+	PYTHON_VLLM="$(PYTHON_VLLM)" $(BIN)/python -m pytest -m vllm tests
 
 # The same environment: the pages of commands and of recipe fields are made by importing the package.
 $(VENV)/.docs: $(STAMP)

@@ -32,6 +32,7 @@ FLOORS = {
     "verification": 2,
     "modeling": 3,
     "datasets": 3,
+    "engines": 3,
     "core": 4,
     "moe": 4,
     "schemes": 4,
@@ -57,7 +58,7 @@ FLOORS = {
 }
 # Private attributes of other libraries than transformers that the package reads or sets.
 FOREIGN = {
-    "python": {"_DummyThread"},
+    "python": {"_DummyThread", "_exit"},
     "torch": {
         *("_ConvNd", "_dynamo", "_linear_pointwise", "_pytree", "_python_dispatch", "_orig_mod"),
         *("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),

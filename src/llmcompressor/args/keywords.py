@@ -92,6 +92,8 @@ class OneshotKeywords(TypedDict, total=False):
     max_memory: Any
     resume: str
     verify: bool
+    verify_with: str | None
+    verify_python: str | None
     report: bool
     gates: list[str] | str | dict[str, Any] | None
     gate_dataset: Any

@@ -235,6 +235,14 @@ class RunArguments(CheckedFields):
         off="Do not read the written files again to check them.",
         default=True,
     )
+    verify_with: str | None = argument(
+        "Also run the first blocks of the output, one of each kind, in this engine at the end: "
+        "vllm, transformers or sglang. What the engine refuses gets no name.",
+        optional(string),
+    )
+    verify_python: str | None = argument(
+        "The Python of the engine's environment, if not this one.", optional(string)
+    )
     report: bool = argument(
         "Write report.html beside the weights, a page that shows what the run did.",
         boolean,

@@ -305,6 +305,16 @@ def _verify(
     dtype: Annotated[
         str | None, typer.Option(help="The dtype of activations, if not the model's.")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option("--with", help="Also run it in this engine: vllm, transformers or sglang."),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="The Python of the engine's environment, if not this one.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds that the engine has for one model. (default: 900)")
+    ] = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     debug: Debug = False,
@@ -315,7 +325,17 @@ def _verify(
     """
     with report_errors(debug=debug):
         verify = entrypoint("entrypoints.verify:verify", verbose)
-        report = verify(checkpoint, reference, serve=serve, tp=tp or None, gpu=gpu, dtype=dtype)
+        report = verify(
+            checkpoint,
+            reference,
+            serve=serve,
+            tp=tp or None,
+            gpu=gpu,
+            dtype=dtype,
+            engine=engine,
+            python=python,
+            timeout=timeout,
+        )
         _show(report, "print_verification", as_json=as_json)
         if not report.ok:
             raise typer.Exit(1)

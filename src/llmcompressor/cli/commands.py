@@ -322,7 +322,11 @@ def run_command(*, debug: bool, verbose: int, **given: Any) -> None:
     *_RECIPE_OPTIONS,
     *option_parameters(DatasetArguments, panel="Calibration data and pipeline"),
     *_MODEL_OPTIONS,
-    *option_parameters(RunArguments, panel="Run", skip=["dry_run", "resume", "verify"]),
+    *option_parameters(
+        RunArguments,
+        panel="Run",
+        skip=["dry_run", "resume", "verify", "verify_with", "verify_python"],
+    ),
 )
 def plan_command(
     *, debug: bool, verbose: int, as_json: bool, no_measure: bool, **given: Any

@@ -50,11 +50,13 @@ from llmcompressor.datasets import rows
 from llmcompressor.datasets.calibration import load_calibration
 from llmcompressor.datasets.source import GOOD_CHOICES, Source, check_data_exists, open_source
 from llmcompressor.datasets.text import NoTokenizerError, moment
+from llmcompressor.engines.check import Engine
 from llmcompressor.entrypoints.fingerprints import (
     call_record,
     sample_fingerprints,
     values_fingerprint,
 )
+from llmcompressor.entrypoints.verify import engine_of
 from llmcompressor.errors import (
     ArgumentError,
     DatasetError,
@@ -244,6 +246,7 @@ class Task:
             self.call["arguments"]["gates"] = self.gates
         self.output_dir = self._check_output(output_dir)
         self._check_gates()
+        self.engine = self._check_engine()
 
     # ------------------------------------------------------------------ checks, before anything
 
@@ -270,6 +273,20 @@ class Task:
             for name, file in modifier.traits.files.items():
                 check_file(Path(file), f"{kind}: {name}")
         return renew_recipe(recipe)
+
+    def _check_engine(self) -> Engine | None:
+        """The engine that the output is verified with, if one is asked for."""
+        args = self.run_args
+        engine = engine_of(args.verify_with, args.verify_python)
+        if engine is not None and (self.output_dir is None or not args.verify):
+            missing = "no output directory is" if self.output_dir is None else "verify=False was"
+            raise ArgumentError(
+                f"The output is to be verified with {engine.name}, and {missing} given.",
+                "Give output_dir, or leave verify_with out."
+                if self.output_dir is None
+                else "Leave one of the two out.",
+            )
+        return engine
 
     def _check_output(self, output_dir: str | Path | None) -> Path | None:
         target = as_path("output_dir", output_dir)

@@ -756,7 +756,9 @@ class _Run:
             source=self._blocks.source_folder,
             report=report,
             run=self._record(),
-            check=partial(verify_written, kinds=kinds) if job.run_args.verify else None,
+            check=partial(verify_written, kinds=kinds, engine=job.engine)
+            if job.run_args.verify
+            else None,
             page=write_run_page if job.run_args.report else None,
             gate=self._gates,
         )

@@ -311,6 +311,8 @@ _NOT_RECORDED = (
     "resume",
     "report",
     "verify",
+    "verify_with",
+    "verify_python",
     "max_memory",
     "use_auth_token",
 )

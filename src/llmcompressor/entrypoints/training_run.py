@@ -406,7 +406,9 @@ class _Run:
                 options,
                 save_compressed=task.model_args.save_compressed,
                 processor=task.processor_to_write(self.processor),
-                check=partial(verify_written, kinds=module_kinds(self.model)) if check else None,
+                check=partial(verify_written, kinds=module_kinds(self.model), engine=task.engine)
+                if check
+                else None,
             )
             write_checkpoint(self.model, folder.files, options, state)
             folder.mark_written()

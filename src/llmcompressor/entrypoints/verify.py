@@ -33,6 +33,7 @@ from llmcompressor.checkpoint.source import TensorHeader, local_directory
 from llmcompressor.core.contract import Prediction
 from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.core.state import State
+from llmcompressor.engines.check import Engine, verify_with
 from llmcompressor.errors import ArgumentError, CheckpointError, RecipeError
 from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.blocks import find_blocks
@@ -58,6 +59,9 @@ def verify(
     gpu: str | None = None,
     dtype: str | None = None,
     workers: int | None = None,
+    engine: str | None = None,
+    python: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
 ) -> VerificationReport:
     """Verify a checkpoint: its files, structure and values, and the rules of servers.
 
@@ -75,13 +79,17 @@ def verify(
         gpu: the device's capability such as ``"sm90"``, or its name such as ``"h100"``.
         dtype: the dtype of activations while serving; the model's own by default.
         workers: number of reading threads; by default the number of cores, four at most.
+        engine: also run it in ``"vllm"``, ``"transformers"`` or ``"sglang"``, beside its decoded
+            weights and the reference.
+        python: the interpreter of the engine's environment; this one by default.
+        timeout: seconds that the engine has for one model; 900 by default.
 
     Returns:
         The report; its ``ok`` is True if there is no error.
 
     Raises:
         CheckpointError: a folder does not exist or holds no model, or the reference is damaged.
-        ArgumentError: an argument about the deployment is invalid.
+        ArgumentError: an argument about the deployment is invalid, or the engine is not there.
 
     Example::
 
@@ -91,12 +99,34 @@ def verify(
     show_runs_quietly()
     sizes = DEFAULT_TP if tp is None else (tp,) if isinstance(tp, int) else tuple(tp)
     deployment = Deployment(server=serve, tp=sizes, gpu=gpu, dtype=dtype)
-    return verify_files(
+    asked = engine_of(engine, python, timeout)
+    report = verify_files(
         _folder("checkpoint", checkpoint),
         None if reference is None else _folder("reference", reference),
         deployment=deployment,
         workers=workers,
     )
+    return report if asked is None else verify_with(report, asked)
+
+
+def engine_of(
+    name: str | None,
+    python: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+) -> Engine | None:
+    """The engine to verify with; ``None`` if none is asked for.
+
+    Raises:
+        ArgumentError: it is not there, or something is said about an engine that is not named.
+    """
+    if name is not None:
+        return Engine.checked(name, python, timeout)
+    if python is not None or timeout is not None:
+        raise ArgumentError(
+            "A Python or a time limit is given for an engine, and no engine is named.",
+            'Name it: engine="vllm" (--with vllm; for a run verify_with, --verify-with).',
+        )
+    return None
 
 
 def _folder(argument: str, given: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -111,6 +141,8 @@ def _folder(argument: str, given: str | os.PathLike[str]) -> str | os.PathLike[s
 _MOST_SHOWN = 5
 _OF_VALUES = {"S27", "S72"}
 """Rules of servers that are about values: no recipe asks for breaking them."""
+_OF_ENGINES = {f"E{number}" for number in range(1, 9)}
+"""What an engine gave that was asked."""
 _OF_STATES = {"L11"}
 """Rules of what transformers leaves as it is: all else of the checkpoint is read."""
 _OF_SOME = {"L9", "L10", "L11", "S48", "S73"}
@@ -124,7 +156,10 @@ _REMEDIES = {
 
 
 def verify_written(
-    folder: Path, kinds: Mapping[str, str] | None = None, source: Path | None = None
+    folder: Path,
+    kinds: Mapping[str, str] | None = None,
+    source: Path | None = None,
+    engine: Engine | None = None,
 ) -> dict[str, Any]:
     """Verify a written checkpoint and return a summary for the run's report.
 
@@ -135,6 +170,7 @@ def verify_written(
         folder: the folder of the checkpoint.
         kinds: kinds of its modules (:func:`~llmcompressor.checkpoint.manifest.module_kinds`).
         source: the folder of the model that it was made from, if there is one.
+        engine: run the first blocks of it there, one of each kind; its errors raise too.
 
     Returns:
         The verification report as a dict, without entries specific to this run.
@@ -143,6 +179,8 @@ def verify_written(
         CheckpointError: a file, a tensor or a value is wrong.
     """
     report = verify_files(folder, kinds=kinds, source=source)
+    if engine is not None and not _broken(report):
+        report = verify_with(report, engine, is_trial=True)
     if broken := _broken(report):
         raise CheckpointError(
             f"What was written is not good: {_format_findings(broken).rstrip('.')}.",
@@ -175,7 +213,8 @@ def verify_saved(
 
 def _broken(report: VerificationReport) -> list[Finding]:
     errors = _errors(report.findings)
-    return [one for one in errors if not one.server or one.rule in _OF_VALUES]
+    asked = _OF_VALUES | _OF_ENGINES
+    return [one for one in errors if not one.server or one.rule in asked]
 
 
 def _summarize_report(report: VerificationReport) -> dict[str, Any]:
@@ -185,6 +224,8 @@ def _summarize_report(report: VerificationReport) -> dict[str, Any]:
         f"Verified {report.tensors} tensors of {report.bytes / 1e6:.1f} MB in "
         f"{report.seconds:.1f} s: {counts}."
     )
+    for line in () if report.engine is None else report.engine.lines():
+        logger.info(line)
     kept = report.as_dict()
     for of_this_run in ("checkpoint", "reference", "seconds", "has_manifest"):
         kept.pop(of_this_run, None)

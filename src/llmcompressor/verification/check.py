@@ -224,7 +224,7 @@ def _read(
             for one in check_scales(files, entry)
             if one.severity is Severity.ERROR or view.deployment.concerns(one.server)
         ]
-        codes = _codes(files, view, entry, scheme)
+        codes = codes_of_entry(files, view, entry, scheme)
         if codes is not None:
             suspected = check_codes(codes)
             if original is not None:
@@ -237,7 +237,7 @@ def _read(
             # what cannot be decoded has findings already; its original is accounted for
             done.used |= original.account(f"{entry.name}.weight", (entry.rows or 0, 0))
     kept = view.kept_scales(entry) if original is not None else set()
-    unpacked = _codes(files, view, entry, scheme or view.written(entry)) if kept else None
+    unpacked = codes_of_entry(files, view, entry, scheme or view.written(entry)) if kept else None
     if original is not None and unpacked is not None:
         told, done.error = original.compare_codes(unpacked, done.used)
         done.findings += told
@@ -268,7 +268,7 @@ def _says_something(view: View, entry: Entry, own: str) -> bool:
     return view.built is not None and f"{entry.name}.weight" in view.built.silencing
 
 
-def _codes(files: Files, view: View, entry: Entry, scheme: Scheme | None) -> Codes | None:
+def codes_of_entry(files: Files, view: View, entry: Entry, scheme: Scheme | None) -> Codes | None:
     """The codes of a module whose tensors are all there and fit."""
     columns = view.columns(entry, scheme) if scheme is not None else None
     if scheme is None or not columns or not entry.rows:

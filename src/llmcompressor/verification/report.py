@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llmcompressor.verification.closeness import WeightError
@@ -64,6 +64,84 @@ def _where(modules: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """Distance of a model's distributions of the next token from those of another.
+
+    Attributes:
+        tokens: how many tokens were predicted.
+        agreement: share of them where both find the same token likeliest.
+        kl: mean KL divergence from the other, in nats.
+        mean: mean difference of the log-probability of the other's likeliest token.
+        largest: the largest of these differences.
+    """
+
+    tokens: int = 0
+    agreement: float = 0.0
+    kl: float = 0.0
+    mean: float = 0.0
+    largest: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"KL {self.kl:.4f}, same token {self.agreement:.1%}, log-probabilities {self.mean:.4f} "
+            f"apart on average and {self.largest:.4f} at most ({self.tokens} tokens)"
+        )
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """What an engine made of a checkpoint.
+
+    Attributes:
+        engine: its name.
+        status: ``run``; ``loaded, not run`` where the platform lacks a kernel and only what was
+            loaded was compared; ``not run`` where it could not be loaded either; ``refused``;
+            ``failed``, which is after it was loaded.
+        versions: of the engine and of what it computes with.
+        blocks: how many of the first blocks were taken; ``None`` for all.
+        modules: how many modules were compared by themselves.
+        worst: the module that is furthest from the product with its decoded weight.
+        error: its relative difference.
+        decoded: from the decoded model, in the same engine.
+        original: from the original model, in the same engine.
+        decoded_original: of the decoded model from the original.
+    """
+
+    engine: str
+    status: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    blocks: int | None = None
+    modules: int = 0
+    worst: str = ""
+    error: float = 0.0
+    decoded: Divergence | None = None
+    original: Divergence | None = None
+    decoded_original: Divergence | None = None
+
+    def lines(self) -> list[str]:
+        """The figures for a person."""
+        releases = ", ".join(f"{name} {one}" for name, one in self.versions.items())
+        part = f", first {self.blocks} blocks" if self.blocks is not None else ""
+        lines = [f"with {self.engine} ({releases}){part}: {self.status}"]
+        if self.modules:
+            lines.append(
+                f"{self.modules} modules beside their decoded weights: {self.error:.4f} at most "
+                f"({self.worst})"
+            )
+        for what, one in (
+            ("from the decoded model", self.decoded),
+            ("from the original", self.original),
+            ("of the decoded model from the original", self.decoded_original),
+        ):
+            lines += [] if one is None else [f"{what}: {one}"]
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as JSON data."""
+        return {**asdict(self), "versions": dict(self.versions)}
+
+
+@dataclass(frozen=True)
 class VerificationReport:
     """Report of what was found in a checkpoint.
 
@@ -79,6 +157,7 @@ class VerificationReport:
         work: what the recipe beside the weights says was done to them.
         errors: per quantized module the distance from the original.
         has_manifest: all bytes were compared with those that the run wrote, by its manifest.
+        engine: what an engine made of it, if one was asked.
     """
 
     checkpoint: str
@@ -92,11 +171,19 @@ class VerificationReport:
     work: str = ""
     errors: tuple[WeightError, ...] = field(default=())
     has_manifest: bool = False
+    engine: EngineRun | None = None
 
     @property
     def ok(self) -> bool:
         """True if there is no error."""
         return not any(finding.severity is Severity.ERROR for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """``good``, ``NOT good``, or why an engine that was asked did not run it."""
+        if not self.ok:
+            return "NOT good"
+        return "good" if self.engine is None or self.engine.status == "run" else self.engine.status
 
     @property
     def counts(self) -> dict[str, int]:
@@ -108,7 +195,7 @@ class VerificationReport:
         """The report in a few lines, without its findings."""
         counts = self.counts
         lines = [
-            f"{self.checkpoint}: {'good' if self.ok else 'NOT good'}",
+            f"{self.checkpoint}: {self.verdict}",
             f"{self.quantized} of {self.modules} matrices quantized, {self.tensors} tensors, "
             f"{self.bytes / 1e6:.1f} MB in {self.seconds:.1f} s",
             ", ".join(
@@ -124,7 +211,7 @@ class VerificationReport:
                 f"relative error of weights: {mean:.4f} on average, "
                 f"{worst.relative:.4f} at most ({worst.module})"
             )
-        return lines
+        return lines + ([] if self.engine is None else self.engine.lines())
 
     def rows(self, most: int = _MOST_ROWS) -> list[Row]:
         """A row for findings with equal words, errors first; ``most`` per rule, then one more."""
@@ -159,6 +246,8 @@ class VerificationReport:
             "seconds": round(self.seconds, 3),
             "work": self.work,
             "has_manifest": self.has_manifest,
+            **({} if self.engine is None else {"engine": self.engine.as_dict()}),
+            "verdict": self.verdict,
             "findings": [
                 {**line.first.as_dict(), "modules": list(line.modules)}
                 for line in merged(self.findings)

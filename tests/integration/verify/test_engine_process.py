@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers as the engine: from the command, and in its own process at the end of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.support.in_process import run_here
+from tests.support.short_pico import write_short_pico
+
+from llmcompressor import oneshot, reset_session
+from llmcompressor.cli import main
+from llmcompressor.entrypoints.stages import run_stages
+from llmcompressor.errors import ArgumentError
+from llmcompressor.modifiers.quantization import QuantizationModifier
+
+RECIPE = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
+
+
+@pytest.fixture(scope="module")
+def model(pico: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_short_pico(pico, tmp_path_factory.mktemp("engine") / "model")
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is verified with the engine."""
+    folder = tmp_path_factory.mktemp("engine") / "W8A8"
+    reset_session()
+    oneshot(str(model), RECIPE, output_dir=folder, verify_with="transformers")
+    return folder
+
+
+def test_a_run_tells_what_the_engine_gave(made: Path) -> None:
+    told = json.loads((made / "compression_report.json").read_text())
+    engine = json.dumps(told)
+    assert '"engine": {"engine": "transformers", "status": "run"' in engine
+
+
+def test_a_manifest_does_not_tell_of_the_engine(made: Path) -> None:
+    """It decides no byte of the weights."""
+    assert "verify_with" not in (made / "manifest.json").read_text()
+
+
+def test_the_command(
+    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(made), "--with", "transformers", "--json"])
+    assert ended.value.code == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == "good"
+    assert told["engine"]["modules"] == 7 + 2
+    assert told["engine"]["decoded"]["kl"] < 0.01
+
+
+def test_the_command_without_the_engine(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(made), "--with", "sglang"])
+    assert ended.value.code == 2
+    assert "has no sglang" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("further", [{"verify_with": "vlm"}, {"verify_python": "python"}])
+def test_an_engine_is_looked_for_before_any_work(
+    further: dict[str, str], model: Path, tmp_path: Path
+) -> None:
+    for run in (oneshot, run_stages):
+        with pytest.raises(ArgumentError, match="engine"):
+            run(str(model), RECIPE, output_dir=tmp_path / "output", **further)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("further", [{"verify": False, "output_dir": "out"}, {}])
+def test_there_has_to_be_something_to_verify(further: dict[str, object], model: Path) -> None:
+    with pytest.raises(ArgumentError, match="to be verified with transformers, and"):
+        oneshot(str(model), RECIPE, verify_with="transformers", **further)

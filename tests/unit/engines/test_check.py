@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint in an engine: good ones pass, planted faults are told, refusals are told as such."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import small_models as small
+from tests.support.checkpoint_samples import Sample
+from tests.support.in_process import HERE, answer, run_here
+
+from llmcompressor import verify
+from llmcompressor.engines import check
+from llmcompressor.engines.check import Engine, verify_with
+from llmcompressor.engines.process import Answer
+from llmcompressor.entrypoints.verify import verify_written
+from llmcompressor.errors import ArgumentError, CheckpointError
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform import SpinQuantModifier
+from llmcompressor.verification.check import verify_files
+from llmcompressor.verification.report import VerificationReport
+
+Good = Callable[[str], Sample]
+ATTENTION = "model.layers.1.self_attn"
+
+
+def rules(report: VerificationReport) -> list[str]:
+    return [one.rule for one in report.findings if one.rule.startswith("E")]
+
+
+def tried(folder: Path, engine: Engine = HERE, **named: Any) -> VerificationReport:
+    return verify_with(verify_files(folder, **named), engine)
+
+
+@pytest.mark.parametrize(
+    "base", ["W4A16", "W4A16_ASYM", "W8A8", "W8A8-static", "FP8", "FP8_BLOCK", "cache", "head"]
+)
+def test_good_ones_pass(
+    base: str, good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    report = tried(good(base).write(tmp_path / "model"))
+    assert not rules(report)
+    assert report.engine is not None
+    assert report.verdict == "good"
+    assert report.engine.modules == 2 * 7 + 2
+    assert report.engine.error < 2.0**-6
+    assert report.engine.decoded is not None
+    assert report.engine.decoded.kl < 0.001
+    assert any("modules beside their decoded weights" in line for line in report.figures())
+
+
+def _exchange(sample: Sample, first: str, second: str) -> None:
+    """Exchange what two modules hold."""
+    ours, theirs = sample.own(f"{ATTENTION}.{first}"), sample.own(f"{ATTENTION}.{second}")
+    for name in ours:
+        sample.tensors[f"{ATTENTION}.{first}.{name}"] = theirs[name]
+        sample.tensors[f"{ATTENTION}.{second}.{name}"] = ours[name]
+
+
+def _rows(sample: Sample) -> None:
+    packed = sample.tensors[f"{ATTENTION}.o_proj.weight_packed"]
+    packed[[3, 4]] = packed[[4, 3]]
+
+
+def _scale(sample: Sample) -> None:
+    sample.tensors[f"{ATTENTION}.o_proj.weight_scale"][5] *= 2
+
+
+def _rotated(sample: Sample) -> None:
+    packed = sample.tensors[f"{ATTENTION}.v_proj.weight_packed"]
+    sample.tensors[f"{ATTENTION}.v_proj.weight_packed"] = packed.roll(8, dims=0)
+
+
+FAULTS: dict[str, Callable[[Sample], None]] = {
+    "two rows": _rows,
+    "a scale": _scale,
+    "heads turned": _rotated,
+    "q and k": lambda sample: _exchange(sample, "q_proj", "k_proj"),
+    "k and v": lambda sample: _exchange(sample, "k_proj", "v_proj"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_the_way_into_the_engine(
+    fault: str, good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine reads is not what was decoded: it names the modules."""
+    sample = good("W4A16")
+    folder = sample.write(tmp_path / "model")
+    FAULTS[fault](sample)
+    run_here(monkeypatch, reads=sample.write(tmp_path / "spoilt"))
+    report = tried(folder)
+    wrong = {one.module for one in report.findings if one.rule == "E2"}
+    assert wrong
+    assert all(one.startswith(ATTENTION) for one in wrong)
+    assert len(wrong) == (2 if " and " in fault else 1)
+    assert report.verdict == "NOT good"
+
+
+def test_a_rotation_that_an_engine_leaves_out(
+    source: Path, compressed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decoded model has it in its weights, and computes what the original does."""
+    recipe = [
+        SpinQuantModifier(rotations=["R1", "R2", "R4"]),
+        QuantizationModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"]),
+    ]
+    folder = compressed(source, recipe, verify=False)
+    run_here(monkeypatch)
+    report = tried(folder, reference=source)
+    wrong = {one.module.rpartition(".")[2] for one in report.findings if one.rule == "E2"}
+    assert wrong == {"down_proj"}
+    assert report.engine is not None
+    assert report.engine.decoded_original is not None
+    assert report.engine.decoded_original.kl < 0.001
+
+
+def test_distances_from_the_original(
+    good: Good, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    report = tried(good("W8A8").write(tmp_path / "model"), reference=source)
+    assert report.engine is not None
+    ours, theirs = report.engine.original, report.engine.decoded_original
+    assert ours is not None
+    assert theirs is not None
+    assert 0 < ours.kl < 0.01
+    assert 0 < theirs.kl < 0.01
+    assert not rules(report)
+
+
+def test_another_model_than_the_original(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    model = small.llama(seed=3, num_key_value_heads=4)
+    model.lm_head.weight.data *= 40  # its distributions are no longer flat
+    model.save_pretrained(tmp_path / "other")
+    report = tried(good("W4A16").write(tmp_path / "model"), reference=tmp_path / "other")
+    assert "E8" in rules(report)
+
+
+def test_a_refusal_stands_beside_the_rules(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    sample = good("W4A16")
+    sample.group["weights"]["strategy"] = "nonsense"
+    report = tried(sample.write(tmp_path / "model"))
+    [refused] = [one for one in report.findings if one.rule == "E1"]
+    assert "nonsense" in refused.message
+    assert "So do its rules (" in refused.message
+    assert report.engine is not None
+    assert report.engine.status == "refused"
+
+
+def test_a_failure_after_the_load(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "run_job", lambda *_: Answer("running", "RuntimeError: no kernel"))
+    report = tried(good("W4A16").write(tmp_path / "model"))
+    [failed] = [one for one in report.findings if one.rule.startswith("E")]
+    assert failed.rule == "E5"
+    assert report.engine is not None
+    assert report.engine.status == "failed"
+
+
+def test_nan_is_told(good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = good("W4A16")
+    folder = sample.write(tmp_path / "model")
+    sample.tensors["model.norm.weight"][0] = torch.nan
+    run_here(monkeypatch, reads=sample.write(tmp_path / "spoilt"))
+    assert "E5" in rules(tried(folder))
+
+
+LACKING = [
+    Answer("loading", "ValueError: Failed to find a kernel"),
+    Answer("running", "AttributeError: 'HadamardTransform' object has no attribute 'cpu_linear'"),
+]
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_a_platform_without_a_kernel(
+    lacking: Answer, good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was loaded is compared; it is not called good."""
+
+    def run_job(job: Any, folder: Path, *_: Any) -> Answer:
+        return lacking if folder.name == "job-quantized" else answer(job)
+
+    monkeypatch.setattr(check, "run_job", run_job)
+    report = tried(good("W4A16").write(tmp_path / "model"), Engine("vllm", "python"))
+    assert rules(report) == ["E4"]
+    assert report.verdict == "loaded, not run"
+    assert report.ok
+    assert report.engine is not None
+    assert report.engine.modules
+    assert lacking.error in str(report)
+
+
+def test_a_platform_that_does_not_even_load_it(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Answer("loading", "NotImplementedError: No WNA16 MoE backend supports it")
+    monkeypatch.setattr(check, "run_job", lambda *_: said)
+    report = tried(good("W4A16").write(tmp_path / "model"), Engine("vllm", "python"))
+    assert rules(report) == ["E4"]
+    assert report.verdict == "not run"
+
+
+def test_what_cannot_be_decoded_is_run_and_not_compared(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    folder = good("W4A16").write(tmp_path / "model")
+    monkeypatch.setattr("llmcompressor.engines.decoded.codes_of_entry", lambda *_: None)
+    report = tried(folder)
+    assert rules(report) == ["E7"]
+    assert report.engine is not None
+    assert report.engine.status == "run"
+
+
+def test_damaged_files_are_a_finding(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    folder = good("W4A16").write(tmp_path / "model")
+    shard = max(folder.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    report = tried(folder)
+    assert {"E1", "E7"} & set(rules(report))
+    assert report.verdict == "NOT good"
+
+
+def test_an_engine_that_cannot_be_imported(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "run_job", lambda *_: Answer("importing", "ImportError: libx.so"))
+    with pytest.raises(ArgumentError, match=r"cannot be used by python: ImportError: libx\.so\."):
+        tried(good("W4A16").write(tmp_path / "model"))
+
+
+def test_the_output_of_a_run_is_tried_by_one_block_of_each_kind(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    told = verify_written(good("W4A16").write(tmp_path / "model"), engine=HERE)
+    assert told["engine"]["blocks"] == 1
+    assert told["engine"]["modules"] == 7 + 2
+
+
+def test_what_an_engine_refuses_of_a_run_gets_no_name(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "run_job", lambda *_: Answer("loading", "KeyError: 'up'"))
+    with pytest.raises(CheckpointError, match="The engine refuses it: KeyError: 'up'"):
+        verify_written(good("W4A16").write(tmp_path / "model"), engine=HERE)
+
+
+def test_a_python_without_an_engine(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="no engine is named"):
+        verify(tmp_path, python="python")
+
+
+def test_the_report_is_json(good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_here(monkeypatch)
+    told = json.loads(json.dumps(tried(good("W4A16").write(tmp_path / "model")).as_dict()))
+    assert told["verdict"] == "good"
+    assert told["engine"]["decoded"]["tokens"] > 100

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever an engine's process does becomes an answer, and nothing of it is left running."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmcompressor.engines import process
+from llmcompressor.engines.check import Engine
+from llmcompressor.engines.process import Answer, check_engine, run_job
+from llmcompressor.errors import ArgumentError
+
+STATE = "import json, os, sys, time\nfrom pathlib import Path\n"
+
+
+def state(**facts: object) -> str:
+    return f"Path('state.json').write_text(json.dumps({facts!r}))\n"
+
+
+def asked(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: float | None = 60
+) -> Answer:
+    """The answer of a stand-in for an engine's process that runs some code."""
+    runner, job = tmp_path / "runner", tmp_path / "job"
+    runner.mkdir(), job.mkdir()
+    (runner / "__init__.py").write_text("")
+    (runner / "__main__.py").write_text(STATE + code)
+    monkeypatch.setattr(process, "_RUNNER", runner)
+    return run_job({"engine": "vllm"}, job, sys.executable, timeout)
+
+
+def test_a_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = state(stage="running") + "print('no more memory')\nsys.stdout.flush()\nos._exit(9)"
+    answer = asked(code, tmp_path, monkeypatch)
+    assert answer.stage == "running"
+    assert answer.error == "its process ended with 9, and said last: no more memory"
+    assert not answer.is_refusal
+
+
+def test_a_process_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ended with its children."""
+    code = (
+        "import subprocess\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "Path('child').write_text(str(child.pid))\n" + state(stage="loading") + "time.sleep(60)"
+    )
+    began = time.monotonic()
+    answer = asked(code, tmp_path, monkeypatch, timeout=1.5)
+    assert time.monotonic() - began < 20
+    assert answer.error == "it was not done after 1.5 seconds"
+    child = int((tmp_path / "job" / "child").read_text())
+    for _ in range(100):
+        if not _is_running(child):
+            return
+        time.sleep(0.05)
+    raise AssertionError("its child goes on")
+
+
+def _is_running(number: int) -> bool:
+    try:
+        with open(f"/proc/{number}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_refusal_is_told_in_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = state(
+        stage="loading",
+        error="RuntimeError: Engine core initialization failed.",
+        causes=["KeyError: 'layers.0.w2_bias'"],
+        versions={"vllm": "1"},
+    )
+    answer = asked(code, tmp_path, monkeypatch)
+    assert answer.is_refusal
+    assert answer.error == "KeyError: 'layers.0.w2_bias'"
+    assert answer.versions == {"vllm": "1"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        state(stage="done", amplitudes={}),
+        state(stage="done", amplitudes={}) + "Path('outputs.safetensors').write_bytes(b'garbage')",
+        state(stage="done", amplitudes=7) + "Path('outputs.safetensors').write_bytes(b'')",
+    ],
+)
+def test_what_cannot_be_read(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = asked(code, tmp_path, monkeypatch)
+    assert "cannot be read" in answer.error
+    assert not answer.outputs
+
+
+@pytest.mark.parametrize("text", ["garbage", "[1, 2]", '{"stage": ["x"]}'])
+def test_a_state_of_garbage(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = asked(f"Path('state.json').write_text({text!r})", tmp_path, monkeypatch)
+    assert answer.error.startswith("its process ended with 0")
+
+
+def test_another_python_has_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    assert "PYTHONPATH" not in process._environment("other/python")
+    assert process._environment(sys.executable)["PYTHONPATH"] == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("name", "python", "timeout", "told"),
+    [
+        ("vlm", None, None, "Did you mean vllm?"),
+        ("transformers", "no/such/python", None, "no Python interpreter no/such/python"),
+        ("transformers", None, 0, "0 seconds"),
+        ("sglang", None, None, "has no sglang. Install sglang there"),
+    ],
+)
+def test_an_engine_that_is_not_there(
+    name: str, python: str | None, timeout: float | None, told: str
+) -> None:
+    with pytest.raises(ArgumentError, match=told.replace("?", r"\?")):
+        Engine.checked(name, python, timeout)
+
+
+def test_an_engine_that_is_there() -> None:
+    assert check_engine("transformers", None, None) == sys.executable
+    assert os.path.exists(check_engine("transformers", sys.executable, 3.5))
