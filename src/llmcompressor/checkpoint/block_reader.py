@@ -7,6 +7,7 @@ all batches have left it. A thread reads the next block meanwhile.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.weights import first_nonfinite
 from llmcompressor.numerics.extremes import is_finite
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.progress import progress
 from llmcompressor.transformers_internals import conversions_of, dtype_plan, set_conversions
 
@@ -157,6 +159,12 @@ class BlockWeights:
         """The hashes of what was read so far: block, or name of a tensor outside blocks → hash."""
         blocks = {block: digest for block, digest in self.digests.items() if block != REST}
         return {**self.hashes.get(REST, {}), **blocks}
+
+    def differ_over(self, ranks: Ranks) -> bool:
+        """Return True unless all ranks read the same files, by their stamps, and not copies."""
+        stamps = self._reader.file_stamps(self._blueprint.source.tensors)
+        own = xxhash.xxh3_128_hexdigest(json.dumps(stamps, sort_keys=True).encode())
+        return len(set(ranks.exchange(own, what="files of the model"))) > 1
 
     def load_rest(self) -> None:
         """Load everything outside the blocks, and resolve which embeddings are tied."""

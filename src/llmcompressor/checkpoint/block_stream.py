@@ -449,10 +449,11 @@ class StreamedBlocks(BlockSource):
         """Load everything outside the blocks.
 
         Args:
-            check: read all weights once, so that a damaged file fails before any work.
+            check: read all weights once, so that a damaged file fails before any work. That is done
+                also where ranks read other files, as the hashes of these are compared.
             tied: leave embeddings tied; modifiers may untie them all the same.
         """
-        if check:
+        if check or self.weights.differ_over(self._ranks):
             self.weights.check()
         self.weights.load_rest()
         if not tied:
@@ -572,7 +573,7 @@ class StreamedBlocks(BlockSource):
         self._intact = self._find_intact(self._writer)
         self._done = set(self._intact)
         told = {"scratch": str(workspace.scratch), "intact": sorted(self._intact)}
-        self._shared.opened(self._files, told)
+        self._shared.opened(self._files, workspace.folder, told)
         with self._ranks.agreed("opening the output"):
             pass
 

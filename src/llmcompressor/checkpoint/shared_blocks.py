@@ -77,6 +77,10 @@ class SharedBlocks(StreamedBlocks):
         """Share a run with other processes, which is what this does block by block."""
         yield
 
+    def load(self, *, check: bool, tied: bool) -> None:
+        """Load everything outside the blocks; see :meth:`StreamedBlocks.load`."""
+        super().load(check=check or self.weights.differ_over(self._peers), tied=tied)
+
     @contextmanager
     def writing(self, output: PlannedOutput | None, report: Report) -> Iterator[None]:
         """Open the output, deal the blocks, and run the pass in the body.
@@ -106,7 +110,7 @@ class SharedBlocks(StreamedBlocks):
         """Allocate the output, find what is finished, and tell the other ranks."""
         super()._open(workspace, output)
         finished = [block for _, block in self._intact]
-        self._folder.opened(workspace.files, {"finished": finished})
+        self._folder.opened(workspace.files, workspace.folder, {"finished": finished})
         with self._peers.agreed("opening the output"):
             self._deal(finished)
 
@@ -164,6 +168,7 @@ class SharedBlocks(StreamedBlocks):
         """Write what no pipeline visited, and wait until all ranks have written."""
         with self._peers.agreed("written"), self._with_others():
             super().complete()
+            self._processes.all_gather("written")  # waits for the slowest, however long it takes
         entries = {} if self._workspace is None else self._journal.entries
         own = [vars(entry) for entry in entries.values()]
         every = self._peers.exchange(own, what="finished blocks")

@@ -8,7 +8,9 @@ files and keeps the journal: it notes a block once every rank has told that its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,34 +65,30 @@ class SharedOutput:
     # ------------------------------------------------------------------ opening
 
     def check_identity(self, identity: RunIdentity) -> None:
-        """Refuse ranks whose runs would not end with the same output.
+        """Refuse ranks whose runs would not end with the same output; see :func:`check_alike`."""
+        check_alike(identity, lambda value, what: self.ranks.exchange(value, what=what))
 
-        Raises:
-            ArgumentError: names what differs; on all ranks.
-        """
-        own = {name: one for name, one in identity.items() if name != PROCESSOR}
-        first, *others = self.ranks.exchange(own, what="arguments of the run")
-        for rank, other in enumerate(others, start=1):
-            told = [
-                one.removesuffix(" now").replace(" then, ", " on rank 0, ") + f" on rank {rank}"
-                for one in RunIdentity(other).differences(first)
-            ]
-            if told:
-                raise ArgumentError(
-                    "The ranks of a run make one model together, and would not make the same one: "
-                    f"{join_names(told, most=4, separator='; ')}.",
-                    "Give all of them the same model, data, arguments and versions.",
-                )
-
-    def opened(self, files: Path, told: Mapping[str, Any]) -> None:
+    def opened(self, files: Path, folder: Path, told: Mapping[str, Any]) -> None:
         """Tell the other ranks where the first has opened the output, and what is finished.
+
+        A file of a random name shows whether they see the same folder, and not a copy of it.
+
+        Args:
+            files: the folder of the output's files.
+            folder: the work folder.
+            told: returned by :meth:`join`.
 
         Raises:
             OutputError: a rank does not see the same files; on all ranks.
         """
-        journal = _hash_of(files.parent)
-        self.ranks.exchange({"files": str(files), "journal": journal, **told}, what="the output")
-        self._check_seen(files, is_seen=True)
+        token = folder / f"seen-{secrets.token_hex(8)}"
+        token.touch()
+        try:
+            places = {"files": str(files), "token": str(token)}
+            self.ranks.exchange({**places, **told}, what="the output")
+            self._check_seen(files, is_seen=True)
+        finally:
+            token.unlink(missing_ok=True)
 
     def join(self) -> dict[str, Any]:
         """Wait until the first rank has opened the output, and return what it told.
@@ -99,8 +97,7 @@ class SharedOutput:
             OutputError: a rank does not see the same files; on all ranks.
         """
         found: dict[str, Any] = self.ranks.exchange(None, what="the output")[0]
-        files = Path(found["files"])
-        is_seen = files.is_dir() and _hash_of(files.parent) == found["journal"]
+        is_seen = Path(found["files"]).is_dir() and Path(found["token"]).is_file()
         self._check_seen(found["files"], is_seen=is_seen)
         return found
 
@@ -146,6 +143,32 @@ def merged(every: Iterable[Records]) -> Records:
     return found
 
 
-def _hash_of(folder: Path) -> str:
-    file = folder / "journal"
-    return xxhash.xxh3_64_hexdigest(file.read_bytes()) if file.is_file() else ""
+def check_alike(
+    identity: Mapping[str, Any], exchange: Callable[[Any, str], Sequence[Any]]
+) -> None:
+    """Refuse ranks whose runs would not end with the same output.
+
+    Args:
+        identity: of this rank's run, as JSON values.
+        exchange: gives the values of all ranks, in their order; and says what they are.
+
+    Raises:
+        ArgumentError: names what differs; on all ranks.
+    """
+    own = {name: one for name, one in identity.items() if name != PROCESSOR}
+    text = json.dumps(own, sort_keys=True)
+    what = "arguments of the run"
+    if len(set(exchange(xxhash.xxh3_128_hexdigest(text.encode()), what))) == 1:
+        return
+    first, *others = exchange(own, f"{what}, which differ")
+    for rank, other in enumerate(others, start=1):
+        told = [
+            one.removesuffix(" now").replace(" then, ", " on rank 0, ") + f" on rank {rank}"
+            for one in RunIdentity(other).differences(first)
+        ]
+        if told:
+            raise ArgumentError(
+                "The ranks of a run make one model together, and would not make the same one: "
+                f"{join_names(told, most=4, separator='; ')}.",
+                "Give all of them the same model, data, arguments and versions.",
+            )

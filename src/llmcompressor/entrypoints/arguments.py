@@ -76,7 +76,7 @@ from llmcompressor.recipe import Recipe, Stage
 from llmcompressor.recipe.recipe import applied_stages, renew_recipe
 from llmcompressor.recipe.stages import RunType, rename_duplicates
 from llmcompressor.recipe.writing import to_yaml
-from llmcompressor.runtime.launch import JOIN
+from llmcompressor.runtime.launch import JOIN, patience
 from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.session.session import CompressionSession
@@ -127,12 +127,12 @@ _PAUSE = 0.02
 
 
 @contextmanager
-def together(what: str, timeout: float = JOIN) -> Iterator[Processes]:
+def together(what: str, timeout: float | None = None) -> Iterator[Processes]:
     """Yield the processes of a run when all have come; they leave it together, and the first logs.
 
     Args:
         what: the function that they call.
-        timeout: seconds to wait for the others.
+        timeout: seconds to wait for the others; ``None``: as :func:`.launch.patience` says.
 
     Raises:
         ProcessError: one of them has failed, or does not come in time.
@@ -145,16 +145,19 @@ def together(what: str, timeout: float = JOIN) -> Iterator[Processes]:
         processes.all_gather(f"end of {what}")
 
 
-def _await_others(processes: Processes, what: str, timeout: float) -> None:
-    end = time.monotonic() + timeout
+def _await_others(processes: Processes, what: str, timeout: float | None) -> None:
+    waiting = patience(JOIN)
+    seconds = waiting.seconds if timeout is None else timeout
+    end = time.monotonic() + seconds
     processes.note(f"0:{what}")
     while absent := [str(rank) for rank, note in enumerate(processes.notes()) if not note]:
         if told := processes.failure():
             raise ProcessError(told)
         if time.monotonic() > end:
             why = (
-                f"Rank {processes.rank} has waited {timeout:g} s for rank {', '.join(absent)} of "
-                f"{processes.count} to call {what}. Call it on all ranks."
+                f"Rank {processes.rank} has waited {seconds:g} s for rank {', '.join(absent)} of "
+                f"{processes.count} to call {what}. Call it on all ranks; if they need longer, "
+                f"{waiting.remedy}."
             )
             processes.tell_failure(why)  # to those that come later
             raise ProcessError(why)

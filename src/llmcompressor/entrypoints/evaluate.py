@@ -26,7 +26,11 @@ from llmcompressor.checkpoint.load import (
 from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.datasets.text import NoTokenizerError
 from llmcompressor.entrypoints.arguments import position_limit, together, vocab_size_of
-from llmcompressor.entrypoints.fingerprints import model_fingerprint, values_fingerprint
+from llmcompressor.entrypoints.fingerprints import (
+    model_fingerprint,
+    values_fingerprint,
+    weight_digests,
+)
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import ArgumentError, CheckpointError, CompressorError, DatasetError
 from llmcompressor.evaluation.measure import measure
@@ -125,7 +129,7 @@ def evaluate(
         ArgumentError: the two models have different vocabularies, a number is out of range, there
             is no such task, lm-eval is not installed, or processes were given different models or
             texts.
-        ProcessError: another process has failed, or does not come in ten minutes.
+        ProcessError: another process has failed, or does not come in time.
     """
     show_runs_quietly()
     text_only = {"split": split, "dataset_config_name": dataset_config_name}
@@ -193,7 +197,7 @@ def _sharing(
     if processes.count == 1 or any(map(is_sharded, models)):  # which all ranks have to run alike
         yield Ranks()
         return
-    prints = [json.dumps(model_fingerprint(one)) for one in models]
+    prints = [json.dumps([model_fingerprint(one), weight_digests(one)]) for one in models]
     given = {
         "checkpoint": prints[0],
         "reference": prints[1:],

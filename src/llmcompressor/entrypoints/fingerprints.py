@@ -434,6 +434,20 @@ def _fingerprint(model: Module, values_of: Callable[[Tensor], Tensor]) -> dict[s
     return found
 
 
+def weight_digests(model: Module) -> dict[str, str]:
+    """Return a hash of all bytes of each parameter and persistent buffer, by its name.
+
+    Those on an accelerator are moved to the CPU one by one.
+    """
+    found = {}
+    for name, tensor in _tensors(model):
+        values = "no values"
+        if not tensor.is_meta:
+            values = xxhash.xxh3_128_hexdigest(bytes_of(tensor.detach().cpu().contiguous()))
+        found[name] = f"{tensor.dtype} {tuple(tensor.shape)} {values}"
+    return found
+
+
 def _tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and the persistent buffers with their names."""
     yield from model.named_parameters()

@@ -72,8 +72,6 @@ from llmcompressor.verification.transformers_model import refusal
 
 _LINEAR = ["Linear"]
 """Of what may be a matrix; kernels of convolutions are smaller."""
-_SLOWEST = 6 * 3600.0
-"""Seconds that a rank with its share written waits for the slowest; one that fails is noticed."""
 
 
 @told_by_name
@@ -139,7 +137,7 @@ def model_free_ptq(
     Raises:
         InputError: an invalid argument or checkpoint; nothing has been written then.
         NonFiniteError: a weight holds NaN or infinity.
-        ProcessError: another process has failed, or does not come in ten minutes.
+        ProcessError: another process has failed, or does not come in time.
         GateError: the checkpoint does not keep its gates, and is in ``NAME.rejected``.
 
     Example::
@@ -205,7 +203,7 @@ def _quantize(
             compress(job, blocks)
         return
     with (  # to the rest of a run each process is alone, with blocks that others have finished
-        Ranks(processes, timeout=_SLOWEST) as ranks,
+        Ranks(processes) as ranks,
         closing(SharedBlocks(blueprint, processes, ranks)) as shared,
     ):
         limits = MemoryLimits(job.run_args.max_memory)

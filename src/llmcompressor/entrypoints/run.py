@@ -35,6 +35,7 @@ from llmcompressor.checkpoint.moe_names import unfuse_meta_model, unfuse_stored_
 from llmcompressor.checkpoint.names import drop_dequantizing_conversions, record_prefix
 from llmcompressor.checkpoint.quantization_config import existing_quantization
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained
+from llmcompressor.checkpoint.shared_output import check_alike
 from llmcompressor.checkpoint.source import (
     SourceInfo,
     check_config_unquantized,
@@ -66,7 +67,12 @@ from llmcompressor.entrypoints.arguments import (
     compression_report,
     parse_device,
 )
-from llmcompressor.entrypoints.fingerprints import fingerprint_of, run_identity, run_record
+from llmcompressor.entrypoints.fingerprints import (
+    fingerprint_of,
+    run_identity,
+    run_record,
+    weight_digests,
+)
 from llmcompressor.entrypoints.gates import Gates, check_size, prepare_gates
 from llmcompressor.entrypoints.verify import (
     check_servable,
@@ -630,6 +636,7 @@ class _Run:
         session.state.run.device_memory = limits.of(blocks.device)
         blocks.load(check=self._batches is not None, tied=job.model_args.tie_word_embeddings)
         if isinstance(blocks, ResidentBlocks):  # others read the files, with a hash of each tensor
+            self._check_alike(blocks.model)
             self._began_with = fingerprint_of(job.model_args.model, blocks.model, job.source)
         going_on = session.initialize(
             model=blocks.model,
@@ -674,6 +681,20 @@ class _Run:
             )
             modify_save_pretrained(model, options)  # type: ignore[arg-type]  # or one like it
         return model
+
+    def _check_alike(self, model: Module) -> None:
+        """Refuse processes whose models in memory, arguments or versions differ.
+
+        Raises:
+            ArgumentError: names what differs; on all processes.
+        """
+        processes = self._job.processes
+        if processes.count == 1:
+            return
+        dtype = getattr(model, "dtype", torch.float32)
+        found = self._identity_of(None, dtype, self._blocks.device)
+        found["weights"] = weight_digests(model)
+        check_alike(found, lambda value, what: processes.all_gather(what, value))
 
     def _plan_output(self) -> PlannedOutput | None:
         """Predict the output, and refuse what could not be written or served."""

@@ -41,12 +41,12 @@ import torch
 from torch import Tensor, distributed
 
 from llmcompressor.errors import ProcessError
+from llmcompressor.runtime.launch import PATIENCE, Patience, patience
 from llmcompressor.runtime.processes import Processes
 
 PANEL = 8 << 20
-"""Bytes of a message, or of all messages that a rank receives at a time; gloo slows down beyond."""
-PATIENCE = 1800.0
-"""Seconds that a rank waits for the others, by default."""
+PANEL = 8 << 20
+"""Bytes of a message, or of all that a rank receives at a time: gloo is slower with more."""
 _LONGEST_PAUSE = 0.002
 """Seconds between two looks at an operation that is under way."""
 _LOOK = 0.5
@@ -70,7 +70,8 @@ class Ranks:
 
     Args:
         processes: the processes of the run.
-        timeout: seconds that an operation waits for other ranks.
+        timeout: seconds that an operation waits for other ranks; ``None``: as
+            :func:`.launch.patience` says.
         panel: bytes of a message, or of all messages that a rank receives at a time.
 
     Attributes:
@@ -89,20 +90,22 @@ class Ranks:
         self,
         processes: Processes | None = None,
         *,
-        timeout: float = PATIENCE,
+        timeout: float | None = None,
         panel: int = PANEL,
     ) -> None:
         self._processes = processes or Processes()
         self.rank, self.count = self._processes.rank, self._processes.count
         self.sent = self.received = 0
         self.tally: Counter[str] = Counter()
-        self._timeout, self._panel = timeout, panel
+        self._panel = panel
         self._number = 0
         self._broken = ""
         self._is_in_flight = False
         self._main: Any = None
         self._accelerator: Any = None
         if self.count > 1:
+            longer = "give a longer timeout"
+            self._patience = patience(PATIENCE) if timeout is None else Patience(timeout, longer)
             # a rank that has failed before would be missing while the group is made
             self._processes.all_gather("connections between ranks")
             self._main = self._processes.while_alive(lambda: self._new_group("gloo"))
@@ -390,7 +393,7 @@ class Ranks:
                 if now - looked > _LOOK:
                     looked = now
                     self._check_failures()
-                if now - begun > self._timeout + _GRACE:  # the backend ends most by itself
+                if now - begun > self._patience.seconds + _GRACE:  # the backend ends most by itself
                     raise TimeoutError
                 time.sleep(pause)
                 pause = min(1.5 * pause + 1e-5, _LONGEST_PAUSE)
@@ -399,7 +402,7 @@ class Ranks:
         except (RuntimeError, TimeoutError) as error:
             if isinstance(error, ProcessError):
                 raise
-            late = time.monotonic() - begun >= self._timeout
+            late = time.monotonic() - begun >= self._patience.seconds
             why = self._late(what) if late else self._lost(what, error)
             raise self._failure(why) from error
 
@@ -417,8 +420,8 @@ class Ranks:
         absent = [str(rank) for rank, number in enumerate(numbers) if number < self._number]
         whom = f"rank {', '.join(absent)}, not there yet" if absent else "the other ranks"
         return (
-            f"Rank {self.rank} has waited {self._timeout:g} s at {what!r} for {whom}. If it needs "
-            "that long, give a longer timeout."
+            f"Rank {self.rank} has waited {self._patience.seconds:g} s at {what!r} for {whom}. If "
+            f"it needs that long, {self._patience.remedy}."
         )
 
     def _lost(self, what: str, error: BaseException) -> str:
@@ -454,7 +457,8 @@ class Ranks:
     # ------------------------------------------------------------------ groups
 
     def _new_group(self, backend: str) -> Any:
-        return distributed.new_group(backend=backend, timeout=timedelta(seconds=self._timeout))
+        timeout = timedelta(seconds=self._patience.seconds)
+        return distributed.new_group(backend=backend, timeout=timeout)
 
     def _stays_on_device(self, tensor: Tensor) -> bool:
         """Return True for a tensor of an accelerator whose backend the default group has."""

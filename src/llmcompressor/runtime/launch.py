@@ -18,15 +18,21 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from llmcompressor.errors import ArgumentError, ProcessError
 from llmcompressor.runtime.liveness import own_place, while_alive
 
+TIMEOUT = "LLM_COMPRESSOR_RANKS_TIMEOUT"
+"""The environment variable with the seconds that ranks wait for each other."""
 JOIN = 600.0
 """Seconds that a rank waits for the others to begin a run, by default."""
+PATIENCE = 1800.0
+"""Seconds that it waits for them within a run, by default."""
+_LONGEST = 1e8
+"""Seconds, some three years: the store does not take much more."""
 _FAREWELL = 10.0
 """Seconds that the rank with the store waits at its end for the others to end."""
 _PAUSE = 0.02
@@ -36,6 +42,8 @@ _ALONE = "To run alone, unset WORLD_SIZE and RANK."
 _numbers = itertools.count()
 _joined: list[Meeting] = []
 """The one meeting of this process, if it has joined any."""
+_made: list[int] = []
+"""The number of the group that :func:`launched_group` has made, while it is there."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +171,69 @@ def _checked(launch: Launch, counting: str, ranking: str) -> Launch:
 
 
 # --------------------
+# How long ranks wait for each other.
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a rank waits for others.
+
+    Attributes:
+        seconds: the time.
+        remedy: how a user makes it longer, for errors.
+    """
+
+    seconds: float
+    remedy: str
+
+
+def patience(default: float) -> Patience:
+    """Return how long a rank waits: as long as the process group does that the script has made.
+
+    Without one the environment variable :data:`TIMEOUT` has the seconds.
+
+    Args:
+        default: seconds, where neither says it.
+
+    Raises:
+        ArgumentError: the variable is no positive number.
+    """
+    seconds = None if _made else _seconds_of_group()
+    if seconds is not None:
+        return Patience(seconds, "give init_process_group a longer timeout")
+    remedy, given = f"set the environment variable {TIMEOUT} to more seconds", os.environ.get(TIMEOUT)
+    if not given:
+        return Patience(default, remedy)
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST:  # also refuses nan
+        raise ArgumentError(
+            f"The environment variable {TIMEOUT} is {given!r}, and not a number of seconds above "
+            f"0 and up to {_LONGEST:g}.",
+            f"Give the seconds that ranks wait for each other, as {PATIENCE:g}, or unset it.",
+        )
+    return Patience(seconds, remedy)
+
+
+def _seconds_of_group() -> float | None:
+    """The timeout of the default process group, if there is one that tells it."""
+    import torch  # noqa: PLC0415  # importing the package loads no torch
+
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    group: Any = distributed.group.WORLD
+    for device in ("cpu", "cuda"):
+        with suppress(RuntimeError):  # the group has no backend for it
+            options = getattr(group._get_backend(torch.device(device)), "options", None)
+            if options is not None:
+                return float(options._timeout.total_seconds())
+    return None
+
+
+# --------------------
 # Where the ranks meet.
 
 
@@ -180,14 +251,14 @@ def meeting() -> Meeting | None:
 
 
 @contextmanager
-def launched_group(timeout: float = JOIN) -> Iterator[None]:
+def launched_group(timeout: float | None = None) -> Iterator[None]:
     """Make the default process group of a launch for the time of the body.
 
     Nothing is done where a group exists, or where this process was started alone. With CUDA the
     group has NCCL beside gloo, and the device of the local rank is the current one.
 
     Args:
-        timeout: seconds to wait for the other ranks.
+        timeout: seconds to wait for the other ranks; ``None``: as :func:`patience` says.
 
     Raises:
         ArgumentError: the environment is not that of a launcher; see :func:`launch_of`.
@@ -202,11 +273,14 @@ def launched_group(timeout: float = JOIN) -> Iterator[None]:
     if launch is None:
         yield
         return
+    waiting = patience(JOIN)
+    if timeout is not None:
+        waiting = replace(waiting, seconds=timeout)
     if not _joined:
-        _joined.append(_meet(launch, timeout))
+        _joined.append(_meet(launch, waiting))
     store = _joined[0].store
     number = next(_numbers)
-    places = _await_all(launch, store, f"llmcompressor/launch/{number}", timeout)
+    places = _await_all(launch, store, f"llmcompressor/launch/{number}", waiting)
     with own_device():
         own = distributed.PrefixStore(  # type: ignore[attr-defined]  # its stubs hide it
             f"llmcompressor/group/{number}", store
@@ -214,13 +288,19 @@ def launched_group(timeout: float = JOIN) -> Iterator[None]:
 
         def make_group() -> None:
             distributed.init_process_group(
-                _backend(), store=own, rank=launch.rank, world_size=launch.count
+                _backend(),
+                store=own,
+                rank=launch.rank,
+                world_size=launch.count,
+                timeout=timedelta(seconds=patience(PATIENCE).seconds),
             )
 
         while_alive(make_group, places)
+        _made.append(number)
         try:
             yield
         finally:
+            _made.remove(number)
             if distributed.is_initialized():
                 distributed.destroy_process_group()
 
@@ -259,7 +339,7 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
 
 
-def _meet(launch: Launch, timeout: float) -> Meeting:
+def _meet(launch: Launch, waiting: Patience) -> Meeting:
     from torch import distributed  # noqa: PLC0415  # see above
 
     is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -269,15 +349,15 @@ def _meet(launch: Launch, timeout: float) -> Meeting:
             launch.port,
             launch.count,
             is_master=is_host,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=waiting.seconds),
             wait_for_workers=False,
             multi_tenant=True,
         )
     except (RuntimeError, ValueError) as error:
         raise ProcessError(
             f"Rank {launch.rank} of {launch.count} cannot reach rank 0 at {launch.address}:"
-            f"{launch.port} (waited at most {timeout:g} s): {error}. Call the same function on all "
-            f"ranks. {_ALONE}"
+            f"{launch.port} (waited at most {waiting.seconds:g} s): {error}. Call the same function "
+            f"on all ranks; if they need longer, {waiting.remedy}. {_ALONE}"
         ) from error
     atexit.register(_part, launch, store, is_host=is_host)
     return Meeting(launch, store)
@@ -296,9 +376,9 @@ def _part(launch: Launch, store: Any, *, is_host: bool) -> None:
             time.sleep(_PAUSE)
 
 
-def _await_all(launch: Launch, store: Any, key: str, timeout: float) -> list[str]:
+def _await_all(launch: Launch, store: Any, key: str, waiting: Patience) -> list[str]:
     """Wait until all ranks have set their places, and return these."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + waiting.seconds
     try:
         store.set(f"{key}/{launch.rank}", own_place())
         while absent := [
@@ -311,8 +391,9 @@ def _await_all(launch: Launch, store: Any, key: str, timeout: float) -> list[str
                 )
             if time.monotonic() > end:
                 raise ProcessError(
-                    f"Rank {launch.rank} has waited {timeout:g} s for rank {', '.join(absent)} of "
-                    f"{launch.count} to begin a run. Call the same function on all ranks. {_ALONE}"
+                    f"Rank {launch.rank} has waited {waiting.seconds:g} s for rank "
+                    f"{', '.join(absent)} of {launch.count} to begin a run. Call the same function "
+                    f"on all ranks; if they need longer, {waiting.remedy}. {_ALONE}"
                 )
             time.sleep(_PAUSE)
         return [store.get(f"{key}/{rank}").decode() for rank in range(launch.count)]
