@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from loguru import logger
 
@@ -42,12 +43,15 @@ _FILES: list[str] = []
 """Where :func:`configure_logger` has the log written to."""
 _RANKS: list[int] = []
 """Of this process, where :func:`configure_logger` has each line told with it."""
-_quiet: list[bool] = []
+_listening: list[_Listening] = []
+"""The runs of this process that note their warnings, the outermost first."""
 
 _LINE = "<level>{level: <7}</level> {message}"
 _FILE_LINE = "{time:YYYY-MM-DD HH:mm:ss.SSS} {level: <8} {name}:{line} {message}"
 _METRIC = "METRIC"
 _METRIC_SEVERITY = 38  # between WARNING and ERROR
+PASSING = "passing"
+"""Among the extra values of a record: it is about this moment, and nothing for a later one."""
 PROGRESS = "PROGRESS"
 _PROGRESS_SEVERITY = 22  # between INFO and SUCCESS
 _TOLD_PLAINLY = (PROGRESS, "SUCCESS")
@@ -232,46 +236,66 @@ def log_to_file(file: str | Path | None) -> Iterator[None]:
         logger.remove(sink)
 
 
+@dataclass
+class _Listening:
+    """A run that notes its warnings, each distinct one once; a silent one logs nothing."""
+
+    is_silent: bool
+    warnings: dict[str, None]
+
+
+_NOWHERE = SimpleNamespace(name="NOWHERE", no=-1, icon="")
+"""A level that is below those of all sinks."""
+
+
 @contextmanager
-def quiet(*, wanted: bool = True) -> Iterator[None]:
+def quiet(*, wanted: bool = True) -> Iterator[Collection[str]]:
     """Suppress the log while the body runs, because another process logs the same.
 
     Where lines show the rank of their process, all processes go on logging.
 
     Args:
-        wanted: suppress the log; False does nothing.
+        wanted: suppress the log; False only notes warnings.
+
+    Yields:
+        The warnings of the package so far, each distinct one once, for the process that logs.
     """
-    if not wanted or _RANKS or not _has_sinks():
-        yield
+    if _RANKS:
+        yield ()
         return
-    _quiet.append(True)
-    logger.disable("llmcompressor")
+    core = cast("Any", logger)._core  # loguru tells its patcher nowhere else
+    before, own = core.patcher, _Listening(wanted, {})
+
+    def patch(record: Any) -> None:
+        if before is not None:
+            before(record)
+        if str(record["name"]).partition(".")[0] == "llmcompressor":
+            _note(record)
+
+    if not _listening:  # that of the outermost run serves those within it
+        core.patcher = patch
+    _listening.append(own)
     try:
-        yield
+        yield own.warnings.keys()
     finally:
-        logger.enable("llmcompressor")
-        _quiet.pop()
+        _listening.remove(own)
+        if not _listening:
+            core.patcher = before
+
+
+def _note(record: Any) -> None:
+    """Note a warning, and keep the record of a quiet process from all sinks."""
+    level = record["level"]
+    if level.no >= logging.WARNING and level.name != _METRIC and not record["extra"].get(PASSING):
+        for one in _listening:
+            one.warnings.setdefault(record["message"])
+    if is_quiet():
+        record["level"] = _NOWHERE
 
 
 def is_quiet() -> bool:
     """Return True inside :func:`quiet`, for output that is not logged."""
-    return bool(_quiet)
-
-
-class _SinkFoundError(Exception):
-    """A log record was created, so some sink would receive it."""
-
-
-def _has_sinks() -> bool:
-    """Return True if any sink receives the log; loguru creates no record otherwise."""
-
-    def stop(record: object) -> None:
-        raise _SinkFoundError
-
-    with suppress(_SinkFoundError):
-        logger.patch(stop).critical("")
-        return False
-    return True
+    return any(one.is_silent for one in _listening)
 
 
 # --------------------

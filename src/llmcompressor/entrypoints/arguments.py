@@ -138,11 +138,13 @@ def together(what: str, timeout: float | None = None) -> Iterator[Processes]:
         ProcessError: one of them has failed, or does not come in time.
     """
     processes = Processes.from_process_group()
-    with processes.notify_on_failure(), quiet(wanted=not processes.is_first):
-        if processes.count > 1:
-            _await_others(processes, what, timeout)
+    if processes.count == 1:
         yield processes
-        processes.all_gather(f"end of {what}")
+        return
+    with processes.notify_on_failure(), quiet(wanted=not processes.is_first) as warnings:
+        _await_others(processes, what, timeout)
+        yield processes
+        processes.gather_warnings(f"end of {what}", warnings)
 
 
 def _await_others(processes: Processes, what: str, timeout: float | None) -> None:

@@ -268,9 +268,9 @@ class Oneshot(Job):
             processes.check_equal("recipe", self.recipe.yaml())
             processes.check_equal("output_dir", str(self.output_dir))
             torch.set_rng_state(processes.all_gather("random numbers", torch.get_rng_state())[0])
-            with quiet(wanted=not processes.is_first):
+            with quiet(wanted=not processes.is_first) as warnings:
                 yield
-                processes.all_gather("end")
+                processes.gather_warnings("end", warnings)
 
 
 def _planned(given: Mapping[str, Any]) -> Any:

@@ -19,13 +19,13 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from llmcompressor.errors import ArgumentError, ProcessError
-from llmcompressor.logger import logger
+from llmcompressor.logger import PASSING, logger
 from llmcompressor.runtime.launch import launch_of, meeting
 from llmcompressor.runtime.liveness import ended, is_alive, own_place, while_alive
 
@@ -176,6 +176,21 @@ class Processes:
                 "all of them the same model, recipe and arguments."
             )
         return [value for _, value in found]
+
+    def gather_warnings(self, on: str, noted: Iterable[str]) -> None:
+        """Wait for all processes; the first one logs the warnings of the others, each text once.
+
+        Args:
+            on: as in :meth:`all_gather`.
+            noted: of this process; those of the first are in the log already.
+        """
+        own = list(noted)
+        told = set(own)
+        for rank, texts in enumerate(self.all_gather(on, own)):
+            for text in texts if self.is_first else ():
+                if text not in told:
+                    told.add(text)
+                    logger.warning("Rank {}: {}", rank, text)
 
     def check_equal(self, name: str, value: Any) -> None:
         """Refuse a run whose processes were given different values of an argument.
@@ -366,7 +381,7 @@ def _wait(
             raise ProcessError(store.get(failed).decode(errors="replace"))
         if not has_told and time.monotonic() - begun > _PATIENCE:
             has_told = True
-            logger.warning(
+            logger.bind(**{PASSING: True}).warning(
                 f"Waiting for {whom}. Where torch.distributed has a process group, all of its "
                 "processes have to call oneshot; one that works alone destroys the group first."
             )
