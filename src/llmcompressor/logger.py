@@ -236,7 +236,7 @@ def log_to_file(file: str | Path | None) -> Iterator[None]:
         logger.remove(sink)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Listening:
     """A run that notes its warnings, each distinct one once; a silent one logs nothing."""
 

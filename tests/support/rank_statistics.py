@@ -60,7 +60,7 @@ def routed() -> dict[int, Any]:
         order: Any = SimpleNamespace(group_of=lambda module: (module,))
         inputs = InputCollector(create, lambda _: True, order)
         inputs.add(experts[ranks.rank], tokens(ranks.rank), None)
-        inputs.sum_over(ranks, experts)
+        inputs.sum_over(ranks, experts, {one: "an expert" for one in experts})
         found = {place: inputs.of(one) for place, one in enumerate(experts)}
         return {place: as_dict(one) for place, one in found.items() if one is not None}
 

@@ -69,6 +69,7 @@ from llmcompressor.entrypoints.arguments import (
 )
 from llmcompressor.entrypoints.fingerprints import (
     fingerprint_of,
+    model_fingerprint,
     run_identity,
     run_record,
     weight_digests,
@@ -651,6 +652,8 @@ class _Run:
         room = blocks.activation_room(limits.room)
         if room is not None and job.dataset_args.activation_budget is None:
             job.dataset_args = replace(job.dataset_args, activation_budget=room)
+        elif session.state.run.ranks is not None and self._batches is not None:
+            job.share_memory()
         self._modifiers: list[Modifier] = list(session.lifecycle.recipe.modifiers)
         if self._batches is not None:
             check_reached(model, self._modifiers, self._batches, job.pipeline())
@@ -693,6 +696,7 @@ class _Run:
             return
         dtype = getattr(model, "dtype", torch.float32)
         found = self._identity_of(None, dtype, self._blocks.device)
+        found["model"] = model_fingerprint(model).get("config")
         found["weights"] = weight_digests(model)
         check_alike(found, lambda value, what: processes.all_gather(what, value))
 

@@ -20,7 +20,8 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
@@ -43,9 +44,17 @@ from llmcompressor.checkpoint.journal import (
     remove_remains,
     resumable_fingerprint,
 )
+from llmcompressor.checkpoint.shared_output import check_alike
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets.text import moment, rendered_at
-from llmcompressor.entrypoints.arguments import MOMENT, Job, as_path, check_run_types, is_idle
+from llmcompressor.entrypoints.arguments import (
+    MOMENT,
+    Job,
+    as_path,
+    check_run_types,
+    first_before_others,
+    is_idle,
+)
 from llmcompressor.entrypoints.fingerprints import (
     data_fingerprint,
     folder_fingerprint,
@@ -69,9 +78,9 @@ from llmcompressor.planning.subject import open_planned_model
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe, Stage
 from llmcompressor.runtime import durable
-from llmcompressor.runtime.launch import launch_of
+from llmcompressor.runtime.launch import launch_of, launched_group
 from llmcompressor.runtime.limits import parse_json
-from llmcompressor.runtime.processes import rank_and_world_size
+from llmcompressor.runtime.processes import Processes, rank_and_world_size
 from llmcompressor.session.functions import exclusive_session
 
 if TYPE_CHECKING:
@@ -304,6 +313,8 @@ _OF_GATES = ("gates", "gate_dataset", "gate_reference")
 """Arguments of the last stage, and of others whose recipe has gates of its own."""
 _OF_TRAINING = {"distill_teacher", "max_train_samples"}
 """What ``oneshot`` takes and training alone goes by."""
+_OF_ONE_RANK = {"cache_dir", "dataset", "dataset_path", "device"}
+"""Arguments that ranks may be given different values of."""
 _NOT_RECORDED = (
     "loggers",
     "log_dir",
@@ -370,7 +381,27 @@ def run_stages(
     plan = [_Stage(stage, whole, given, Path(output_dir)) for stage in whole.stages]
     _give_gates(plan, model, given)
     _check_order(plan)
-    record = StageRecord(Path(output_dir), must_exist=given.get("resume") == "must")
+    trains = any(stage.kind == "train" for stage in plan)  # then accelerate makes the group
+    with nullcontext() if trains else launched_group():
+        processes = Processes.from_process_group()
+        with processes.notify_on_failure():
+            record = StageRecord(Path(output_dir), must_exist=given.get("resume") == "must")
+            _find_finished(plan, record, model, given)
+            with first_before_others(processes, "damaged stages"):
+                _set_aside_damaged(plan, record)
+            for place, stage in enumerate(plan):
+                if not stage.is_finished:
+                    stage.check(model, plan[:place])
+        _check_alike(plan, record, Path(output_dir))
+    _warn_of_targets(plan, model)
+    with rendered_at(record.moment):
+        return cast("PreTrainedModel", _run(plan, record, model))
+
+
+def _find_finished(
+    plan: Sequence[_Stage], record: StageRecord, model: Any, given: Mapping[str, Any]
+) -> None:
+    """Find the stages that are finished."""
     before: _Stage | None = None
     goes_on, overwrite = given.get("resume") != "never", bool(given.get("overwrite"))
     for stage in plan:
@@ -379,17 +410,45 @@ def run_stages(
         stage.record = record.settled(name, found, folder, stage.model, goes_on=goes_on)
         stage.is_finished = record.is_finished(name, stage.record, folder, overwrite=overwrite)
         before = stage
+
+
+def _set_aside_damaged(plan: Sequence[_Stage], record: StageRecord) -> None:
+    """Set aside the stages that are damaged and needed."""
     is_needed = True
     for stage in reversed(plan):
         if is_needed and stage.is_finished:
             stage.is_finished = not record.set_aside_damaged(stage.name, stage.folder)
         is_needed = not stage.is_finished
-    for place, stage in enumerate(plan):
-        if not stage.is_finished:
-            stage.check(model, plan[:place])
-    _warn_of_targets(plan, model)
-    with rendered_at(record.moment):
-        return cast("PreTrainedModel", _run(plan, record, model))
+
+
+def _check_alike(plan: Sequence[_Stage], record: StageRecord, root: Path) -> None:
+    """Refuse processes whose stages differ, and have all take the moment of the first one.
+
+    Data is left to the stages: they take parts of it from all processes.
+
+    Raises:
+        ArgumentError: names what differs; on all processes.
+    """
+    processes = Processes.from_process_group()
+    if processes.count == 1:
+        return
+    own: dict[str, Any] = {"output_dir": str(root.expanduser().resolve())}
+    for stage in plan:
+        kept = dict(stage.record)
+        own[stage.name] = kept | {
+            "arguments": _without(kept["arguments"], _OF_ONE_RANK),
+            "model": _without(kept["model"], {_PATH}),
+        }
+        del own[stage.name]["stages_before"]  # a hash of what is compared itself
+    with processes.notify_on_failure():
+        check_alike(own, lambda value, what: processes.all_gather(what, value))
+        record.moment = processes.all_gather(MOMENT, record.moment)[0]
+
+
+def _without(value: Any, names: Collection[str]) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: one for name, one in value.items() if name not in names}
 
 
 class _Stage:

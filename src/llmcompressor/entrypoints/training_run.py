@@ -34,8 +34,10 @@ from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
 from llmcompressor.checkpoint.source import is_hub_id, quantization_method
 from llmcompressor.checkpoint.tensor_files import layout_files
+from llmcompressor.checkpoint.shared_output import check_alike
 from llmcompressor.datasets.text import rendered_at
 from llmcompressor.entrypoints.arguments import (
+    MOMENT,
     clean_up_on_error,
     collect_reports,
     compression_report,
@@ -65,6 +67,7 @@ from llmcompressor.modeling.sharded import (
 )
 from llmcompressor.reporting.report import write_run_page
 from llmcompressor.reporting.summary import tell_summary
+from llmcompressor.runtime.processes import Processes
 from llmcompressor.session.functions import run_session
 from llmcompressor.session.session import CompressionSession
 from llmcompressor.training import Trainer
@@ -258,6 +261,7 @@ class _Run:
         self.gates = prepare_gates(task, self.model, self.processor, train_samples)
         use_cache = getattr(self.model.config, "use_cache", None)
         identity = task.identity(self.model, teacher, train_samples)
+        _check_alike(task, identity, train_samples)
         self.record = run_record(
             identity, task.call, ranks=task.args.world_size, source=identity["model"]
         )
@@ -441,6 +445,24 @@ class _Run:
         with loading_compressed():
             model = type(self.model).from_pretrained(self.task.output_dir, dtype="auto")
         return model.eval()  # type: ignore[no-any-return]  # as it came from the loader
+
+
+def _check_alike(task: Training, identity: Mapping[str, Any], samples: Any) -> None:
+    """Refuse processes whose trainings differ.
+
+    Raises:
+        ArgumentError: names what differs; on all processes.
+    """
+    processes = Processes.from_process_group()
+    if processes.count == 1:
+        return
+    but = {MOMENT, "place"} | (set() if hasattr(samples, "__len__") else {"data"})
+    own = {name: one for name, one in identity.items() if name not in but}
+    if own["teacher"] is not None:
+        own["teacher"] = {name: one for name, one in own["teacher"].items() if name != "place"}
+    own["output_dir"] = str(task.output_dir)
+    with processes.notify_on_failure():
+        check_alike(own, lambda value, what: processes.all_gather(what, value))
 
 
 def _device(task: Training) -> torch.device:

@@ -328,7 +328,7 @@ class SmoothingMixin(Modifier):
         owner_of: Callable[[Module], int | None],
     ) -> None:
         """Sum the statistics of inputs, on all ranks."""
-        self._inputs.sum_over(ranks, modules)
+        self._inputs.sum_over(ranks, modules, self._names)
 
     def sets_read_by(self, module: Module) -> Sequence[SmoothSet]:
         """The sets to smooth that have ``module`` among their readers."""

@@ -297,6 +297,7 @@ class InputCollector(Generic[Statistics]):
         self,
         ranks: Ranks,
         modules: Iterable[Module],
+        names: Mapping[Module, str],
         owner_of: Callable[[Module], int | None] = lambda _: None,
     ) -> None:
         """Add what all ranks have collected of the inputs of ``modules``.
@@ -306,15 +307,16 @@ class InputCollector(Generic[Statistics]):
         Args:
             ranks: the ranks of the run; all call it with the same modules in the same order.
             modules: the modules; those that are not observed do not count.
+            names: of observed modules.
             owner_of: the rank that gets the sums of a leader, and alone keeps any; ``None``: all
                 do.
         """
         if ranks.count == 1:
             return
-        for place, leader in enumerate(self.leaders(filter(self._observes, modules))):
+        for leader in self.leaders(filter(self._observes, modules)):
             found: Any = self._found.get(leader)
             own = [0, 0] if found is None else [found.columns, int(getattr(found, "is_twin", 0))]
-            what = f"inputs of module {place}"
+            what = f"inputs of {names[leader]}"
             columns, twin = ranks.max_all(torch.tensor(own), what=what).tolist()
             if columns == 0:
                 continue  # no rank has a token of it

@@ -445,7 +445,9 @@ class _PlanBuilder:
                 layout.check_batches(self._batches)
             runs = {}
             for ranks in layout.counts():
-                passes = plan_passes(request.modifiers, replace(context, ranks=ranks))
+                beside = -(-ranks // layout.nodes_of(ranks))
+                each = replace(context, ranks=ranks, beside=beside)
+                passes = plan_passes(request.modifiers, each)
                 runs[ranks] = run_of(passes, ranks)
             return plan_ranks(layout, runs, rates, layout.links(request.device.type))
         return None

@@ -45,6 +45,7 @@ class PassContext:
         room: bytes that ``max_memory`` leaves for activations; ``None`` without a limit.
         ranks: number of ranks that share the tokens; with several, the share of each group of a
             stop is found too.
+        beside: number of them on a node, which divide its free memory.
         known: works that were found before, also for other numbers of ranks.
     """
 
@@ -59,6 +60,7 @@ class PassContext:
     longest: int
     room: int | None
     ranks: int | None = None
+    beside: int = 1
     known: dict[tuple[Any, ...], list[BlockWork]] = field(default_factory=dict)
 
     @property
@@ -66,7 +68,7 @@ class PassContext:
         """Bytes of activations that may stay in memory."""
         if self.args.activation_budget is not None:
             return int(self.args.activation_budget)
-        return activation_budget(None) if self.room is None else self.room
+        return activation_budget(None) // self.beside if self.room is None else self.room
 
     def works(
         self,

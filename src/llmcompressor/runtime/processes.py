@@ -197,13 +197,14 @@ class Processes:
 
         Args:
             name: the argument.
-            value: a small value that can be hashed.
+            value: a small value, with an order of its items.
 
         Raises:
             ArgumentError: it differs; on all processes.
             ProcessError: as :meth:`all_gather`.
         """
-        if len(set(self.all_gather(name, value))) > 1:
+        first, *others = self.all_gather(name, value)
+        if any(one != first for one in others):
             raise ArgumentError(
                 "The processes of torch.distributed make one model together, and were given "
                 f"different values of {name}.",

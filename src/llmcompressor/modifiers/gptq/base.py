@@ -256,7 +256,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         owner_of: Callable[[Module], int | None],
     ) -> None:
         """Sum second moments at the owners."""
-        self._inputs.sum_over(ranks, modules, owner_of)
+        self._inputs.sum_over(ranks, modules, self._names, owner_of)
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Solve Linears, those that share an input together; round embeddings to nearest."""

@@ -302,9 +302,9 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     ) -> None:
         """Sum the statistics of inputs at the owners; those of a profile at all ranks."""
         if self._is_surveying:
-            self._inputs.sum_over(ranks, modules)
+            self._inputs.sum_over(ranks, modules, self._layers.names)
         else:
-            self._inputs.sum_over(ranks, modules, owner_of)
+            self._inputs.sum_over(ranks, modules, self._layers.names, owner_of)
 
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
