@@ -100,6 +100,12 @@ def quantized(
     return sum(counts) if error == "none" else error
 
 
+def quantized_of(model: str, other: str, folder: str) -> int | str:
+    """The same, of another model on the last rank."""
+    rank, count = rank_and_world_size()
+    return quantized(other if rank == count - 1 else model, folder)
+
+
 class Doubling(Converter):
     """A converter that doubles all weights."""
 

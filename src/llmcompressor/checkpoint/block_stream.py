@@ -28,6 +28,7 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
+from llmcompressor.checkpoint.atomic_output import creation_errors, disk_errors
 from llmcompressor.checkpoint.block_reader import REST, BlockWeights
 from llmcompressor.checkpoint.block_writer import (
     BlockWriter,
@@ -536,7 +537,7 @@ class StreamedBlocks(BlockSource):
         identity = output.identity(self)
         self._shared.check_identity(identity)
         if self._ranks.rank != 0:
-            with closing(self):
+            with disk_errors(output.target), closing(self):
                 self._join()
                 yield
             return
@@ -556,11 +557,10 @@ class StreamedBlocks(BlockSource):
         told = self._shared.join()
         self._files = Path(told["files"])
         self._scratch = ScratchBlocks(Path(told["scratch"]))
-        self._writer = BlockWriter(self._files, self._layout, joins=True)
         self._intact = {(stage, block) for stage, block in told["intact"]}
         self._done = set(self._intact)
-        with self._ranks.agreed("opening the output"):
-            pass
+        with self._ranks.agreed("opening the output"), creation_errors(self._output.target):
+            self._writer = BlockWriter(self._files, self._layout, joins=True)
 
     def _open(self, workspace: Workspace, output: PlannedOutput) -> None:
         """Allocate the output, and find what an earlier run has finished."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from llmcompressor.checkpoint.atomic_output import creation_errors
+from llmcompressor.checkpoint.atomic_output import creation_errors, disk_errors
 from llmcompressor.checkpoint.block_reader import REST
 from llmcompressor.checkpoint.block_stream import (
     PlannedOutput,
@@ -102,7 +102,7 @@ class SharedBlocks(StreamedBlocks):
             return
         # what is there is left to the first rank to replace
         self._made = {"config": _config_hash(output.target), "choices": {}}
-        with super().writing(output, report), closing(self):
+        with disk_errors(output.target), super().writing(output, report), closing(self):
             self._open_beside(output.target)
             yield
 

@@ -224,8 +224,10 @@ class Oneshot(Job):
             if not _is_dry(arguments) and not is_sharded(arguments.get("model")):
                 group.enter_context(launched_group())
                 self.processes = Processes.from_process_group()
-            with self.processes.notify_on_failure():
+            is_first = self.processes.is_first
+            with self.processes.notify_on_failure(), quiet(wanted=not is_first) as warnings:
                 super().__init__(output_dir, log_dir, **arguments)
+            self._warnings = list(warnings)
             self._group = group.pop_all()  # left at the end of the run
         if _TOKENIZERS not in os.environ:
             os.environ[_TOKENIZERS] = "false"
@@ -270,7 +272,7 @@ class Oneshot(Job):
             torch.set_rng_state(processes.all_gather("random numbers", torch.get_rng_state())[0])
             with quiet(wanted=not processes.is_first) as warnings:
                 yield
-                processes.gather_warnings("end", warnings)
+                processes.gather_warnings("end", [*self._warnings, *warnings])
 
 
 def _planned(given: Mapping[str, Any]) -> Any:

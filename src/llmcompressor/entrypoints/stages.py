@@ -381,9 +381,9 @@ def run_stages(
     plan = [_Stage(stage, whole, given, Path(output_dir)) for stage in whole.stages]
     _give_gates(plan, model, given)
     _check_order(plan)
-    trains = any(stage.kind == "train" for stage in plan)  # then accelerate makes the group
-    with nullcontext() if trains else launched_group():
-        processes = Processes.from_process_group()
+    kinds = {stage.kind for stage in plan}
+    with nullcontext() if "train" in kinds else launched_group():  # accelerate makes its own
+        processes = _processes(kinds)
         with processes.notify_on_failure():
             record = StageRecord(Path(output_dir), must_exist=given.get("resume") == "must")
             _find_finished(plan, record, model, given)
@@ -392,7 +392,7 @@ def run_stages(
             for place, stage in enumerate(plan):
                 if not stage.is_finished:
                     stage.check(model, plan[:place])
-        _check_alike(plan, record, Path(output_dir))
+        _check_alike(_processes(kinds), plan, record, Path(output_dir))
     _warn_of_targets(plan, model)
     with rendered_at(record.moment):
         return cast("PreTrainedModel", _run(plan, record, model))
@@ -421,7 +421,14 @@ def _set_aside_damaged(plan: Sequence[_Stage], record: StageRecord) -> None:
         is_needed = not stage.is_finished
 
 
-def _check_alike(plan: Sequence[_Stage], record: StageRecord, root: Path) -> None:
+def _processes(kinds: Collection[str]) -> Processes:
+    """The processes that run the stages together; trainings find those of theirs themselves."""
+    return Processes.from_process_group() if "oneshot" in kinds else Processes()
+
+
+def _check_alike(
+    processes: Processes, plan: Sequence[_Stage], record: StageRecord, root: Path
+) -> None:
     """Refuse processes whose stages differ, and have all take the moment of the first one.
 
     Data is left to the stages: they take parts of it from all processes.
@@ -429,7 +436,6 @@ def _check_alike(plan: Sequence[_Stage], record: StageRecord, root: Path) -> Non
     Raises:
         ArgumentError: names what differs; on all processes.
     """
-    processes = Processes.from_process_group()
     if processes.count == 1:
         return
     own: dict[str, Any] = {"output_dir": str(root.expanduser().resolve())}
