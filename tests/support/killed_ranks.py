@@ -35,15 +35,29 @@ def free_port() -> int:
 
 
 def run_on(
-    count: int, job: Job, *, kill: Collection[int] = (), after_s: float | None = None
+    count: int,
+    job: Job,
+    *,
+    kill: Collection[int] = (),
+    after_s: float | None = None,
+    die_at: str | None = None,
 ) -> Ended:
-    """Do ``job`` on ``count`` ranks, and kill some of them so many seconds after all have begun."""
+    """Do ``job`` on ``count`` ranks, and kill some of them.
+
+    Args:
+        count: the number of ranks.
+        job: what to do.
+        kill: the ranks.
+        after_s: they are killed so many seconds after all have begun.
+        die_at: they are killed there (see :func:`.killed_runs._armed`).
+    """
     context = multiprocessing.get_context("forkserver")
     port = str(free_port())
     pipes, processes = [], []
     for rank in range(count):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(job, rank, count, port, sender))
+        armed = die_at if rank in kill else None
+        process = context.Process(target=_rank, args=(job, rank, count, port, sender, armed))
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -75,7 +89,7 @@ def run_on(
     return Ended([process.exitcode or 0 for process in processes], said, seconds)
 
 
-def _rank(job: Job, rank: int, count: int, port: str, sender: Any) -> None:
+def _rank(job: Job, rank: int, count: int, port: str, sender: Any, die_at: str | None) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -87,4 +101,4 @@ def _rank(job: Job, rank: int, count: int, port: str, sender: Any) -> None:
     if count == 1:
         for name in ("RANK", "WORLD_SIZE"):
             del os.environ[name]
-    killed_runs._child(job, None, sender)
+    killed_runs._child(job, die_at, sender)

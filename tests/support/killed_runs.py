@@ -250,6 +250,7 @@ class Job:
     output: Path
     resume: str = "auto"
     reverse: bool = False
+    batch_size: int = 1
 
     def __call__(self) -> Any:
         data = rows() if self.recipe in NEEDS_DATA else None
@@ -264,6 +265,7 @@ class Job:
             **(STARVED if is_starved else {}),
             sequential_targets=["Linear"] if self.recipe == "linear_by_linear" else None,
             output_dir=str(self.output),
+            batch_size=self.batch_size,
             resume=self.resume,
             verify=False,
         )
@@ -348,6 +350,8 @@ def _armed(die_at: str | None) -> Iterator[None]:
     when the first file of the working folder is removed at the end, or before or behind the n-th
     step that changes names or hands the model over once the journal says that all is ready."""
     if die_at is not None:
+        if die_at.startswith("step"):
+            _arm_steps(int(die_at.split()[1]))
         kind, number = die_at.rsplit(" ", 1)
         left = itertools.count(int(number) - 1, -1)
 
@@ -363,6 +367,20 @@ def _armed(die_at: str | None) -> Iterator[None]:
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _arm_steps(number: int) -> None:
+    """Die within the n-th step of learning rotations, when its gradients are there."""
+    gradients = rotations._RotationOptimizer._gradients
+    left = itertools.count(number - 1, -1)
+
+    def dying_gradients(self: Any, batch: Any) -> Any:
+        found = gradients(self, batch)
+        if next(left) == 0:
+            _die()
+        return found
+
+    rotations._RotationOptimizer._gradients = dying_gradients  # type: ignore[method-assign]
 
 
 def _arm_journal(strikes: Callable[[str], bool]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +21,12 @@ from llmcompressor.runtime.processes import Processes
 Group = Callable[..., list[Any]]
 
 
-def _join(rank: int, count: int, store: str) -> None:
+def _join(rank: int, count: int, store: str, given: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=count
-    )
+    if "nccl" in given.get("backend", ""):
+        torch.cuda.set_device(rank)
+    arguments = {"backend": "gloo", "init_method": f"file://{store}", **given}
+    distributed.init_process_group(rank=rank, world_size=count, **arguments)
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -36,13 +37,14 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def group_of(count: int, folder: Path) -> Iterator[Group]:
+def group_of(count: int, folder: Path, **arguments: Any) -> Iterator[Group]:
     """Yield a function that runs another one on all ranks: what it returned, or its error.
 
-    The result of a rank that has died is ``None``.
+    The result of a rank that has died is ``None``. The arguments are those of the process group;
+    with NCCL each rank has the device of its number.
     """
     context = multiprocessing.get_context("forkserver")
-    given = [(rank, count, str(folder / "store")) for rank in range(count)]
+    given = [(rank, count, str(folder / "store"), arguments) for rank in range(count)]
     workers = [ProcessPoolExecutor(1, context, initializer=_join, initargs=one) for one in given]
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:

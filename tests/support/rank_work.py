@@ -148,7 +148,7 @@ def unlike(how: str) -> None:
     on_ranks(body)
 
 
-def broken(how: str, timeout: float) -> str:
+def broken(how: str, timeout: float | None) -> str:
     """The last rank fails; what the others are told, and after how many seconds."""
     begun = time.monotonic()
 
@@ -164,7 +164,7 @@ def broken(how: str, timeout: float) -> str:
         elif how == "is killed":
             die()
         elif how == "hangs":
-            time.sleep(timeout + 1)
+            time.sleep((timeout or 1.5) + 1)
         ranks.sum_to(0, torch.zeros(3), what="the later sums")
 
     try:

@@ -70,3 +70,37 @@ def test_killed_at_a_random_moment(
         assert set(again.codes) == {0}, again.said
     assert files_of(job.output) == whole
     assert not job.partial.exists()
+
+
+@pytest.fixture(scope="module")
+def learned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The files of two ranks that have learned rotations, each from a part of every batch."""
+    job = Job(model, "learned", tmp_path_factory.mktemp("learned") / "output", batch_size=2)
+    assert run_on(2, job).codes == [0, 0]
+    return files_of(job.output)
+
+
+@pytest.mark.parametrize(
+    ("rank", "where"),
+    [
+        (1, "step 2"),
+        (0, "append 3"),
+        pytest.param(0, "step 3", marks=pytest.mark.slow),
+        pytest.param(0, "torn 2", marks=pytest.mark.slow),
+        pytest.param(1, "write 2", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_while_rotations_are_learned(
+    rank: int, where: str, model: Path, learned: dict[str, str], tmp_path: Path
+) -> None:
+    job = Job(model, "learned", tmp_path / "output", batch_size=2)
+    ended = run_on(2, job, kill=[rank], die_at=where)
+    assert ended.codes[rank] == KILLED, ended.said
+    assert ended.codes[1 - rank] == 1, ended.said
+    assert ended.seconds < 2 * SOON  # the whole run is in it
+    assert not job.output.exists()
+    again = run_on(2, job)
+    assert again.codes == [0, 0], again.said
+    assert "Learning goes on behind step" in again.said[0]
+    assert files_of(job.output) == learned
+    assert not job.partial.exists()

@@ -63,5 +63,5 @@ def test_a_rank_that_evaluates_alone_is_told_so(models: list[str], tmp_path: Pat
         error, _ = group(shared_runs.alone, models[0])
     assert error == (
         "ProcessError: Rank 0 has waited 0.3 s for rank 1 of 2 to call evaluate. Call it on all "
-        "ranks."
+        "ranks; if they need longer, give init_process_group a longer timeout."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import reduce
 
 import pytest
@@ -13,6 +14,7 @@ from tests.support import rank_work as work
 from tests.support.rank_group import Group, group_of
 
 from llmcompressor.runtime.collectives import Ranks
+from llmcompressor.runtime.launch import TIMEOUT
 
 COUNTS = [2, 3, 4]
 
@@ -185,6 +187,16 @@ def test_a_rank_that_hangs_ends_all_by_the_timeout_with_its_name(tmp_path):
         found = group(work.broken, "hangs", 1.5)
     for one in found:
         assert "has waited 1.5 s at 'a part' for rank 2, not there yet" in one
+        assert float(one.split()[0]) < 8
+
+
+def test_ranks_wait_as_long_as_the_group_of_the_script(tmp_path, monkeypatch):
+    monkeypatch.setenv(TIMEOUT, "900")  # for groups that are made here
+    with group_of(2, tmp_path, timeout=timedelta(seconds=1.5)) as group:
+        found = group(work.broken, "hangs", None)
+    for one in found:
+        assert "has waited 1.5 s at 'a part' for rank 1, not there yet. If it needs that" in one
+        assert "give init_process_group a longer timeout" in one
         assert float(one.split()[0]) < 8
 
 

@@ -12,7 +12,16 @@ from torch import distributed
 
 from llmcompressor.errors import ArgumentError, ProcessError
 from llmcompressor.runtime import launch
-from llmcompressor.runtime.launch import Launch, first_node, launch_of, launched_group, own_device
+from llmcompressor.runtime.launch import (
+    PATIENCE,
+    TIMEOUT,
+    Launch,
+    first_node,
+    launch_of,
+    launched_group,
+    own_device,
+    patience,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -35,6 +44,7 @@ SRUN = {
 def not_met(monkeypatch):
     """A process that has met no other, and was started alone."""
     monkeypatch.setattr(launch, "_joined", [])
+    monkeypatch.delenv(TIMEOUT, raising=False)
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
 
@@ -125,6 +135,22 @@ def test_a_rank_that_never_comes_is_named(launched):
     with pytest.raises(ProcessError, match=said), launched_group(timeout=0.2):
         pass
     assert not distributed.is_initialized()
+
+
+def test_the_environment_says_how_long_ranks_wait(launched, monkeypatch):
+    assert patience(PATIENCE).seconds == PATIENCE
+    monkeypatch.setenv(TIMEOUT, "0.25")
+    said = rf"has waited 0.25 s for rank 1 .*; if they need longer, set .* {TIMEOUT} to more"
+    with pytest.raises(ProcessError, match=said), launched_group():
+        pass
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-3", "nan", "inf", "1e12"])
+def test_seconds_to_wait_are_a_positive_number(given, launched, monkeypatch):
+    monkeypatch.setenv(TIMEOUT, given)
+    with pytest.raises(ArgumentError, match=f"{TIMEOUT} is '{given}'"), launched_group():
+        pass
+    assert launch.meeting() is None, "before anything"
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(launched):
