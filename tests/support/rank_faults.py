@@ -19,8 +19,9 @@ from tests.support.small_models import llama, token_rows
 
 from llmcompressor import oneshot, run_stages, train
 from llmcompressor.checkpoint import shared_output, tensor_files
-from llmcompressor.entrypoints import fingerprints
+from llmcompressor.entrypoints import arguments, fingerprints
 from llmcompressor.logger import logger
+from llmcompressor.pipelines import sequential
 from llmcompressor.runtime.processes import rank_and_world_size
 
 GPTQ = {"GPTQModifier": {**LINEARS, "scheme": "W4A16"}}
@@ -144,7 +145,7 @@ def trained(folder: Path, environment: dict[str, str]) -> list[str]:
     is_second = environment["RANK"] == "1"
 
     def training(**given: Any) -> str:
-        arguments = {"max_steps": 1, "learning_rate": 1e-3, "output_dir": folder, **given}
+        settings = {"max_steps": 1, "learning_rate": 1e-3, "output_dir": folder, **given}
         return error_of(
             train,
             llama(),
@@ -154,7 +155,7 @@ def trained(folder: Path, environment: dict[str, str]) -> list[str]:
             ddp_backend="gloo",
             report_to=[],
             disable_tqdm=True,
-            **arguments,
+            **settings,
         )
 
     return [
@@ -212,3 +213,20 @@ def warned(model: str, output: Path) -> list[str]:
         logger.remove(handler)
     assert error == "none", error
     return [one for one in told if "All" in one or "Slow" in one]
+
+
+def budgets(model: str, output: Path) -> list[Any]:
+    """The bytes that a rank keeps of activations, where a GiB is free for one that is alone."""
+    found: list[Any] = []
+    original = sequential.activation_budget
+
+    def watched(given: Any) -> int:
+        found.append(given)
+        return original(given)
+
+    with (
+        patch.object(arguments, "activation_budget", lambda _: 2**30),
+        patch.object(sequential, "activation_budget", watched),
+    ):
+        oneshot(model, {"modifiers": GPTQ}, token_rows(8, 16), output_dir=output, report=False)
+    return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import rank_runs
+from tests.support import rank_faults, rank_runs
 from tests.support.small_models import llama, token_rows
 
 from llmcompressor import plan
@@ -41,6 +41,13 @@ def test_each_rank_has_about_a_quarter(shares: list[dict[str, int]]) -> None:
         total = sum(one[what] for one in shares)
         for rank, one in enumerate(shares):
             assert 0.2 <= one[what] / total <= 0.3, (rank, what)
+
+
+def test_ranks_of_a_machine_divide_its_free_memory(
+    groups: Any, folder: Path, tmp_path: Path
+) -> None:
+    found = groups[2](rank_faults.budgets, str(folder), tmp_path / "output")
+    assert found == [[2**29], [2**29]]
 
 
 def test_what_travels_is_near_the_lower_bound(shares: list[dict[str, int]], folder: Path) -> None:

@@ -24,6 +24,7 @@ from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.sparsity.solve import sparsegpt_cost
 from llmcompressor.observers.input_statistics import InputStatistics
+from llmcompressor.planning import make, passes
 from llmcompressor.planning.ranks import (
     Layout,
     OwnedGroup,
@@ -288,6 +289,23 @@ def test_a_plan_of_several_ranks(llama_folder: Path) -> None:
     total = sum(one.reduce_sent for one in found.ranks.loads)
     # of each stop all ranks solve the one group together, so that all of them need the sums
     assert total == 6 * (2 * 2 * (3 * square + down) * 5 // 6)
+
+
+@pytest.mark.parametrize("given", [None, 700])
+def test_the_free_memory_is_divided_by_the_ranks_of_a_node(
+    given: int | None, llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int | None, int]] = []
+
+    def watched(modifiers: Any, context: passes.PassContext) -> Any:
+        found.append((context.ranks, context.budget))
+        return passes.plan_passes(modifiers, context)
+
+    monkeypatch.setattr(passes, "activation_budget", lambda _: 1000)
+    monkeypatch.setattr(make, "plan_passes", watched)
+    plan(llama_folder, gptq(), DATA, ranks=6, nodes=3, activation_budget=given, **GIVEN)
+    each = given or 500  # what is given is that of a rank
+    assert found == [(1, given or 1000), (1, given or 1000), (2, each), (4, each), (6, each)]
 
 
 def test_waiting_activations_are_divided(tmp_path: Path) -> None:
