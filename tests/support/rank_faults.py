@@ -126,7 +126,10 @@ def stages_refused(model: str, folder: Path) -> list[str]:
     def staged(scheme: str = "W4A16", root: Path = folder, **given: Any) -> str:
         quantized = {"GPTQModifier": {**LINEARS, "scheme": scheme}}
         recipe = {
-            "sparse_stage": {"run_type": "oneshot", "sparse_modifiers": {"SmoothQuantModifier": {}}},
+            "sparse_stage": {
+                "run_type": "oneshot",
+                "sparse_modifiers": {"SmoothQuantModifier": {}},
+            },
             "quant_stage": {"run_type": "oneshot", "quant_modifiers": quantized},
         }
         return error_of(run_stages, model, recipe, rows, root, **given)

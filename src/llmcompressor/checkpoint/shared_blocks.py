@@ -168,7 +168,7 @@ class SharedBlocks(StreamedBlocks):
         """Write what no pipeline visited, and wait until all ranks have written."""
         with self._peers.agreed("written"), self._with_others():
             super().complete()
-            self._processes.all_gather("written")  # waits for the slowest, however long it takes
+            self._peers.patient(None, what="written blocks")
         entries = {} if self._workspace is None else self._journal.entries
         own = [vars(entry) for entry in entries.values()]
         every = self._peers.exchange(own, what="finished blocks")
@@ -180,7 +180,7 @@ class SharedBlocks(StreamedBlocks):
         """Let the first rank give the output its name, and wait until it has."""
         with self._peers.agreed("published"):
             refused = self._publish_alone(options) if self._peers.rank == 0 else None
-        refused = self._peers.patient(refused, what="gates")[0]
+            refused = self._peers.patient(refused, what="gates")[0]
         if refused is not None:
             raise refused
 

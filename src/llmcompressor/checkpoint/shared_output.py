@@ -143,9 +143,7 @@ def merged(every: Iterable[Records]) -> Records:
     return found
 
 
-def check_alike(
-    identity: Mapping[str, Any], exchange: Callable[[Any, str], Sequence[Any]]
-) -> None:
+def check_alike(identity: Mapping[str, Any], exchange: Callable[[Any, str], Sequence[Any]]) -> None:
     """Refuse ranks whose runs would not end with the same output.
 
     Args:

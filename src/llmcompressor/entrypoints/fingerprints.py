@@ -442,7 +442,7 @@ def weight_digests(model: Module) -> dict[str, str]:
     found = {}
     for name, tensor in _tensors(model):
         values = "no values"
-        if not tensor.is_meta:
+        if not tensor.is_meta and type(tensor) in (Tensor, Parameter):
             values = xxhash.xxh3_128_hexdigest(bytes_of(tensor.detach().cpu().contiguous()))
         found[name] = f"{tensor.dtype} {tuple(tensor.shape)} {values}"
     return found

@@ -32,9 +32,9 @@ from llmcompressor.checkpoint.manifest import module_kinds
 from llmcompressor.checkpoint.manifest_file import RunRecord
 from llmcompressor.checkpoint.packing import loading_compressed
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
+from llmcompressor.checkpoint.shared_output import check_alike
 from llmcompressor.checkpoint.source import is_hub_id, quantization_method
 from llmcompressor.checkpoint.tensor_files import layout_files
-from llmcompressor.checkpoint.shared_output import check_alike
 from llmcompressor.datasets.text import rendered_at
 from llmcompressor.entrypoints.arguments import (
     MOMENT,

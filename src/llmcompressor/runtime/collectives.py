@@ -45,7 +45,6 @@ from llmcompressor.runtime.launch import PATIENCE, Patience, patience
 from llmcompressor.runtime.processes import Processes
 
 PANEL = 8 << 20
-PANEL = 8 << 20
 """Bytes of a message, or of all that a rank receives at a time: gloo is slower with more."""
 _LONGEST_PAUSE = 0.002
 """Seconds between two looks at an operation that is under way."""
@@ -141,7 +140,7 @@ class Ranks:
         Raises:
             ProcessError: another rank has failed or has ended.
         """
-        return self._processes.all_gather(what, value)
+        return self._processes.all_gather(what, value, is_long=True)
 
     @contextmanager
     def agreed(self, what: str) -> Iterator[None]:

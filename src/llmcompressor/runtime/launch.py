@@ -201,7 +201,8 @@ def patience(default: float) -> Patience:
     seconds = None if _made else _seconds_of_group()
     if seconds is not None:
         return Patience(seconds, "give init_process_group a longer timeout")
-    remedy, given = f"set the environment variable {TIMEOUT} to more seconds", os.environ.get(TIMEOUT)
+    remedy = f"set the environment variable {TIMEOUT} to more seconds"
+    given = os.environ.get(TIMEOUT)
     if not given:
         return Patience(default, remedy)
     try:
@@ -356,8 +357,8 @@ def _meet(launch: Launch, waiting: Patience) -> Meeting:
     except (RuntimeError, ValueError) as error:
         raise ProcessError(
             f"Rank {launch.rank} of {launch.count} cannot reach rank 0 at {launch.address}:"
-            f"{launch.port} (waited at most {waiting.seconds:g} s): {error}. Call the same function "
-            f"on all ranks; if they need longer, {waiting.remedy}. {_ALONE}"
+            f"{launch.port} (waited at most {waiting.seconds:g} s): {error}. Call the same "
+            f"function on all ranks; if they need longer, {waiting.remedy}. {_ALONE}"
         ) from error
     atexit.register(_part, launch, store, is_host=is_host)
     return Meeting(launch, store)

@@ -152,10 +152,15 @@ class Processes:
                 for key in keys
             ]
 
-    def all_gather(self, on: str, value: Any = None) -> list[Any]:
+    def all_gather(self, on: str, value: Any = None, *, is_long: bool = False) -> list[Any]:
         """Gather a small value of each process, in the order of their ranks.
 
         All processes must call with the same subjects ``on`` in the same order.
+
+        Args:
+            on: the subject.
+            value: of this process.
+            is_long: the others may have work left, so that waiting is no sign of a mistake.
 
         Raises:
             ProcessError: another process has failed, has ended, or has another subject.
@@ -167,7 +172,8 @@ class Processes:
         with _store_errors():
             store = _store()
             store.set(keys[self.rank], pickle.dumps((on, value)))
-            _wait(keys, self._failed, f"the other processes ({on})", self._check_others)
+            whom = "" if is_long else f"the other processes ({on})"
+            _wait(keys, self._failed, whom, self._check_others)
             found = [pickle.loads(store.get(key)) for key in keys]
         if {asked for asked, _ in found} != {on}:
             raise ProcessError(
@@ -380,7 +386,7 @@ def _wait(
     while not store.check(keys):
         if store.check([failed]):
             raise ProcessError(store.get(failed).decode(errors="replace"))
-        if not has_told and time.monotonic() - begun > _PATIENCE:
+        if whom and not has_told and time.monotonic() - begun > _PATIENCE:
             has_told = True
             logger.bind(**{PASSING: True}).warning(
                 f"Waiting for {whom}. Where torch.distributed has a process group, all of its "
