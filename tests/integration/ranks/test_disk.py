@@ -10,7 +10,7 @@ from tests.support import rank_faults
 from tests.support.rank_group import Group
 from tests.support.small_models import tree
 
-FULL = "OutputError: There is no space left"
+FULL = "OutputError: The disk that holds"
 CLOSED = "OutputError: The output directory"
 
 
@@ -29,4 +29,9 @@ def test_a_rank_cannot_write(
     assert [path.name for path in tmp_path.iterdir()] == kept
     for folder in (output, whole):
         assert groups[2](rank_faults.failing, "", model, folder, rank) == ["none", "none"]
-    assert tree(output) == tree(whole)
+    assert files_of(output) == files_of(whole)
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """All but the report, which counts the bytes of this run."""
+    return {name: one for name, one in tree(folder).items() if "report" not in name}
