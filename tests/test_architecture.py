@@ -64,10 +64,12 @@ FOREIGN = {
         *("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
         *("_get_current_function_mode_stack", "_pop_mode", "_push_mode"),
         *("_get_default_store", "_non_persistent_buffers_set", "_reversed_padding_repeated_twice"),
+        *("_get_backend", "_timeout"),  # of a process group, which tells it nowhere else
     },
     "accelerate": {"_hf_hook"},
     "compressed-tensors": {"_original_impl"},
     "datasets": {"_indices"},
+    "loguru": {"_core"},
     "deepspeed": {"_hp_mapping", "_z3_optimizer"},
 }
 # What mathematics may know besides itself and the language's own library.

@@ -86,6 +86,8 @@ def quantized(
     """
     if where == "scheme":
         given["scheme"] = ("W4A16", "W8A16")[rank_and_world_size()[0]]
+    if where == "converter" and rank_and_world_size()[0] == 0:
+        given["converter"] = Doubling()
     counts: list[int] = []
     original = TensorWriter.write
 

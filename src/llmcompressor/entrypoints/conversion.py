@@ -73,8 +73,10 @@ def converted_checkpoint(
         processes: of the run. The first one converts for all, and removes the folder in the end.
 
     Raises:
+        ArgumentError: processes were given converters of other classes.
         CheckpointError: a converter refuses the checkpoint.
     """
+    processes.check_equal("converter", [type(one).__name__ for one in converters])
     if not converters:
         yield source
         return

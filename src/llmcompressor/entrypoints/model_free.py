@@ -163,7 +163,6 @@ def model_free_ptq(
         what |= {"device": chosen, "converter": converter, "gates": job.gates or None}
         job.call = call_record("model_free_ptq", what)
         processes.check_equal("recipe", job.recipe.yaml())
-        processes.check_equal("converter", [type(one).__name__ for one in converters])
         processes.check_equal("save_directory", str(job.output_dir))
         with first_before_others(processes, "source"):
             source = _inspect(os.fspath(model_stub), is_verified=verify)

@@ -105,9 +105,10 @@ def test_ranks_that_do_not_agree_are_told_once_each(
     model: str, alone: dict[str, str], two: Group, tmp_path: Path
 ) -> None:
     out = str(tmp_path / "out")
-    for error in two(quantized, model, out, "scheme"):
-        assert error.startswith("ArgumentError")
-        assert "different values of recipe" in error
+    for where, what in (("scheme", "recipe"), ("converter", "converter")):
+        for error in two(quantized, model, out, where):
+            assert error.startswith("ArgumentError")
+            assert f"different values of {what}" in error
     first, second = two(quantized, model, out, "elsewhere")
     assert first.startswith("OutputError: Rank 1 does not see")
     assert first == second

@@ -87,7 +87,6 @@ def learned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         (0, "append 3"),
         pytest.param(0, "step 3", marks=pytest.mark.slow),
         pytest.param(0, "torn 2", marks=pytest.mark.slow),
-        pytest.param(1, "write 2", marks=pytest.mark.slow),
     ],
 )
 def test_killed_while_rotations_are_learned(
