@@ -135,6 +135,46 @@ class Runs:
             found[name] = _devices(model)
         return found
 
+    def dispatched(self, names: list[str], kind: str) -> dict[str, Any]:
+        """A model on two devices, or with a block that is offloaded to main memory.
+
+        Returns:
+            By recipe, where each block's weights are in the end.
+        """
+        import torch
+        from accelerate import dispatch_model
+        from accelerate.hooks import attach_align_device_hook_on_blocks
+        from transformers import AutoModelForCausalLM
+
+        parts = ["model.embed_tokens", "model.rotary_emb", "model.layers.0"]
+        ends = ["model.layers.1", "model.norm", "lm_head"]
+        found = {}
+        for name in names:
+            model = AutoModelForCausalLM.from_pretrained(self._model(RECIPES[name].kind))
+            if kind == "offloaded":
+                places: Any = {**dict.fromkeys(parts + ends, 0), "model.layers.1": "cpu"}
+                dispatch_model(model, places, main_device=0)
+            else:
+                devices = {**dict.fromkeys(parts, "cuda:0"), **dict.fromkeys(ends, "cpu")}
+                attach_align_device_hook_on_blocks(
+                    model, {"": "cuda:0", **devices}, offload=dict.fromkeys(devices, False)
+                )
+            done = self._oneshot(name, f"{name}-{kind}", model=model)
+            place = torch.arange(3, 19, device="cuda").unsqueeze(0)
+            with torch.no_grad():
+                logits = done(place).logits
+                read = AutoModelForCausalLM.from_pretrained(self._folder / f"{name}-{kind}")
+                expected = read.to("cuda")(place).logits
+            distance = (
+                logits - expected.to(logits.device)
+            ).float().norm() / expected.float().norm()
+            layers = [
+                sorted({str(one.device) for one in layer.parameters()})
+                for layer in done.model.layers
+            ]
+            found[name] = [layers, float(distance)]
+        return found
+
     def held(self) -> dict[str, Any]:
         """Where models go while an allocator holds nearly all of the device for nobody."""
         import torch

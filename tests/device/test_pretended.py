@@ -34,6 +34,14 @@ def test_a_model_that_is_there_already(on_device: Run) -> None:
     assert on_device("object", names=names) == dict.fromkeys(names, "cuda:0")
 
 
+@pytest.mark.parametrize(("kind", "second"), [("two devices", "cpu"), ("offloaded", "meta")])
+def test_a_model_that_is_dispatched_stays_so(kind: str, second: str, on_device: Run) -> None:
+    found = on_device("dispatched", names=["fp8", "gptq", "awq"], kind=kind)
+    for name, (layers, distance) in found.items():
+        assert layers == [["cuda:0"], [second]], name
+        assert distance < 0.02, name
+
+
 def test_what_needs_no_data_has_the_bytes_of_the_host(on_device: Run) -> None:
     assert on_device("same_bytes", names=DATA_FREE) == dict.fromkeys(DATA_FREE, True)
 

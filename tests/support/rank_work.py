@@ -103,6 +103,22 @@ def copied(owner: int, panel: int) -> bool:
     return on_ranks(body, panel=panel)
 
 
+def gathered(panel: int) -> bool:
+    """Tensors of every dtype, of which some ranks have fewer rows, or none."""
+
+    def body(ranks: Ranks) -> bool:
+        shapes = [[max(0, 3 - rank), 5] for rank in range(ranks.count)]
+        alike = []
+        for dtype in DTYPES:
+            every = bits(dtype, 12, 5)
+            wanted = [every[3 * rank :][: shape[0]] for rank, shape in enumerate(shapes)]
+            found = ranks.all_gather(wanted[ranks.rank], shapes, what="shards")
+            alike += [same_bits(*pair) for pair in zip(found, wanted, strict=True)]
+        return all(alike) and len(alike) == ranks.count * len(DTYPES)
+
+    return on_ranks(body, panel=panel)
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     def raw(tensor: Tensor) -> Tensor:
         return tensor.contiguous().reshape(-1).view(torch.uint8)

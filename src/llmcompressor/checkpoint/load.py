@@ -493,7 +493,7 @@ def remove_offloading(model: Module, *, hooks: bool = False) -> bool:
     Raises:
         ArgumentError: main memory has no room for the weights to load.
     """
-    aligned = [(one, hook) for one in model.modules() for hook in _align_hooks(one)]
+    aligned = [(one, hook) for one in model.modules() for hook in align_hooks(one)]
     has_caches = any(map(_caches_of, model.modules()))
     was_offloaded = has_caches or any(hook.offload for _, hook in aligned)
     if not was_offloaded and not (hooks and aligned):
@@ -588,7 +588,8 @@ def _check_room(kept: str, size: int, processes: int = 1) -> None:
         )
 
 
-def _align_hooks(module: Module) -> Iterator[AlignDevicesHook]:
+def align_hooks(module: Module) -> Iterator[AlignDevicesHook]:
+    """Yield the hooks of accelerate that move a module's inputs and weights."""
     waiting: list[ModelHook | None] = [getattr(module, "_hf_hook", None)]
     while waiting:
         hook = waiting.pop()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
@@ -33,11 +33,13 @@ from llmcompressor.checkpoint.atomic_output import (
     check_path_argument,
     staged_output,
 )
+from llmcompressor.checkpoint.block_reader import REST
 from llmcompressor.checkpoint.copied_files import copy_side_files, left_behind
 from llmcompressor.checkpoint.generic_model import TreeModel
 from llmcompressor.checkpoint.manifest import (
     OutputManifest,
     PartitionedState,
+    compress_block,
     manifest_of,
     module_kinds,
     packed_modules,
@@ -60,6 +62,7 @@ from llmcompressor.checkpoint.model_config import (
 from llmcompressor.checkpoint.names import NameMap, drop_dequantizing_conversions
 from llmcompressor.checkpoint.packing import parse_format, quantized_modules, warn_cast
 from llmcompressor.checkpoint.quantization_config import build_quantization_config
+from llmcompressor.checkpoint.shared_output import SharedOutput
 from llmcompressor.checkpoint.side_files import (
     PROCESSOR_FILES,
     layer_prefix,
@@ -78,13 +81,24 @@ from llmcompressor.checkpoint.source import (
     quantization_method,
     with_scales,
 )
+from llmcompressor.checkpoint.spread_weights import (
+    SpreadWeights,
+    is_fully_sharded,
+    is_spread,
+)
 from llmcompressor.checkpoint.tensor_files import (
     OutputLayout,
     TensorWriter,
     layout_files,
     read_tensors,
 )
-from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
+from llmcompressor.errors import (
+    ArgumentError,
+    CheckpointError,
+    GateError,
+    OutputError,
+    did_you_mean,
+)
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import model_dtype
 from llmcompressor.modeling.names import named_modules
@@ -94,9 +108,10 @@ from llmcompressor.modeling.sharded import (
     has_partitioned_parameters,
     was_loaded_sharded,
 )
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.durable import errors_with_files
 from llmcompressor.runtime.memory import malloc_trim
-from llmcompressor.runtime.processes import skip_write, write_once
+from llmcompressor.runtime.processes import Processes, skip_write, write_once
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.runtime.run_record import CHECKING, phase
 from llmcompressor.transformers_internals import commit_of, declare_ties, not_saved
@@ -189,18 +204,77 @@ def save_checkpoint(
 
     Raises:
         OutputError: the directory may not be written, or the disk is full.
+        GateError: the checkpoint does not keep its gates; on all ranks.
         NonFiniteError: a scale is not finite.
         GateError: the checkpoint does not keep its gates, and is in ``NAME.rejected``.
     """
     options = options or SaveOptions()
-    target = check_output_dir(
-        output_dir, source=options.folder(model), overwrite=overwrite, is_ours=was_free
-    )
+    target = _free_target(model, output_dir, options, overwrite=overwrite, was_free=was_free)
     on_existing = OnExisting.REPLACE if overwrite else OnExisting.REFUSE
     with staged_output(target, on_existing=on_existing, gate=options.gate) as folder:
         write_checkpoint(model, folder, options)
     logger.info(f"Saved {target}.")
     return target
+
+
+def _free_target(
+    model: PreTrainedModel,
+    output_dir: str | os.PathLike[str],
+    options: SaveOptions,
+    *,
+    overwrite: bool,
+    was_free: bool,
+) -> Path:
+    return check_output_dir(
+        output_dir, source=options.folder(model), overwrite=overwrite, is_ours=was_free
+    )
+
+
+def save_in_parts(
+    weights: SpreadWeights,
+    output_dir: str | os.PathLike[str],
+    options: SaveOptions,
+    *,
+    overwrite: bool = False,
+    was_free: bool = False,
+) -> None:
+    """Write a spread model as :func:`save_checkpoint` does, a block of it in memory at a time.
+
+    Of several ranks each writes its own tensors into the same files, and the first all else; the
+    first writes all of it where another one does not see its folder.
+
+    Args:
+        weights: of the model; what lies outside of blocks is loaded.
+        output_dir: as for :func:`save_checkpoint`, as are all others.
+        options: the save options.
+        overwrite: replace the checkpoint that ``output_dir`` holds.
+        was_free: ``output_dir`` was free when the work on the model began.
+
+    Raises:
+        OutputError: the directory may not be written, or the disk is full.
+        GateError: the checkpoint does not keep its gates; on all ranks.
+        NonFiniteError: a scale is not finite.
+        ProcessError: another rank has failed.
+    """
+    model: Any = weights.model
+    ranks, refused = weights.ranks, None
+    with ranks.agreed("published"):
+        if ranks.rank != 0:
+            _write_parts(weights, None, options)
+        else:
+            target = _free_target(
+                model, output_dir, options, overwrite=overwrite, was_free=was_free
+            )
+            on_existing = OnExisting.REPLACE if overwrite else OnExisting.REFUSE
+            try:
+                with staged_output(target, on_existing=on_existing, gate=options.gate) as folder:
+                    _write_parts(weights, folder, options)
+                logger.info(f"Saved {target}.")
+            except GateError as error:
+                refused = error
+    refused = ranks.patient(refused, what="gates")[0]
+    if refused is not None:
+        raise refused
 
 
 def modify_save_pretrained(model: PreTrainedModel, options: SaveOptions | None = None) -> None:
@@ -261,27 +335,19 @@ def _save_pretrained(
     Other files in the directory (a tokenizer, say) stay; weights and configuration are replaced
     once the new ones are complete. ``max_shard_size``, ``save_compressed`` and
     ``quantization_format`` are those of :class:`SaveOptions`, ``state_dict`` is written instead of
-    the model's own. Processes other than the main one write nothing. They call this too if
-    transformers sharded the model when it loaded it; of processes that compressed the same model
-    together one writes, and the others wait for it. With ``push_to_hub`` the written files are
-    uploaded, by ``repo_id``, ``token``, … All other arguments are those of transformers and of old
-    scripts, and have no effect.
+    the model's own. Processes other than the main one write nothing, unless the model is sharded:
+    then all processes call this, and each writes its part. Of processes that compressed the same
+    model together one writes, and the others wait for it. With ``push_to_hub`` the written files
+    are uploaded, by ``repo_id``, ``token``, … All other arguments are those of transformers and of
+    old scripts, and have no effect.
     """
-    for key in hub_arguments.keys() & {*_WITHOUT_EFFECT}:
-        value = hub_arguments.pop(key)
-        if _WITHOUT_EFFECT[key] and value is not None:  # the rest ask for what is done anyway
-            logger.warning(
-                f"save_pretrained({key}={value!r}) has no effect on {_WITHOUT_EFFECT[key]}."
-            )
-    unknown = [key for key in hub_arguments if key not in _HUB_ARGUMENTS]
-    if unknown:
-        raise ArgumentError(
-            f"save_pretrained has no argument {unknown[0]!r}.",
-            did_you_mean(unknown[0], [*_HUB_ARGUMENTS, "save_compressed", "quantization_format"]),
-        )
+    _check_hub_arguments(hub_arguments)
     if not safe_serialization or sparsity_config is not None:
         logger.warning("Only dense safetensors are written: the arguments for others do nothing.")
-    if state_dict is None and was_loaded_sharded(model):
+    is_sharded = state_dict is None and is_fully_sharded(model)
+    if is_sharded:
+        is_main_process = True  # no process has all of it, so that each of them writes its part
+    elif state_dict is None and was_loaded_sharded(model):
         is_main_process = model.should_save_on_this_rank(is_main_process)
         state_dict = full_state_dict(model, keep=is_main_process)
     check_path_argument("save_directory", save_directory)
@@ -300,20 +366,81 @@ def _save_pretrained(
         max_shard_size=max_shard_size,
     )
     warn_cast(model_dtype(model), options.dtype)
-    with write_once(target) if options.once else nullcontext(True) as is_mine:
+    is_once = options.once and not is_sharded
+    with write_once(target) if is_once else nullcontext(True) as is_mine:
         if not is_mine:
             return
-        written = _save_into(model, target, options, state_dict)
-        if push_to_hub:  # transformers' own would write the files again, dense
+        if state_dict is None and is_spread(model):
+            written = _save_spread_into(model, target, options)
+        else:
+            written = _save_into(
+                model, target, options, partial(write_checkpoint, state_dict=state_dict)
+            )
+        if push_to_hub and written:  # transformers' own would write the files again, dense
             given = {"repo_id": target.name, "tags": model.model_tags, **hub_arguments}
             push_files(target, written, **given)
+
+
+def _check_hub_arguments(hub_arguments: dict[str, Any]) -> None:
+    """Refuse unknown arguments, and remove those that have no effect."""
+    for key in hub_arguments.keys() & {*_WITHOUT_EFFECT}:
+        value = hub_arguments.pop(key)
+        if _WITHOUT_EFFECT[key] and value is not None:  # the rest ask for what is done anyway
+            logger.warning(
+                f"save_pretrained({key}={value!r}) has no effect on {_WITHOUT_EFFECT[key]}."
+            )
+    unknown = [key for key in hub_arguments if key not in _HUB_ARGUMENTS]
+    if unknown:
+        raise ArgumentError(
+            f"save_pretrained has no argument {unknown[0]!r}.",
+            did_you_mean(unknown[0], [*_HUB_ARGUMENTS, "save_compressed", "quantization_format"]),
+        )
+
+
+def _save_spread_into(model: PreTrainedModel, target: Path, options: SaveOptions) -> list[str]:
+    """Write a spread model as :func:`_save_into`; all ranks of a sharded one call this."""
+    with _opened(model) as weights:
+        if weights.ranks.rank != 0:
+            _write_parts(weights, None, options)
+            return []
+        return _save_into(
+            model, target, options, lambda _, folder, told: _write_parts(weights, folder, told)
+        )
+
+
+@contextmanager
+def _opened(model: PreTrainedModel) -> Iterator[SpreadWeights]:
+    """Open a spread model to write it; all ranks of a sharded one leave the body together."""
+    processes = Processes.from_process_group() if is_fully_sharded(model) else Processes()
+    with (
+        processes.notify_on_failure(),
+        Ranks(processes) as ranks,
+        closing(SpreadWeights(model, ranks)) as weights,
+        ranks.agreed("saved"),
+    ):
+        weights.load(REST)
+        yield weights
+
+
+def write_spread_checkpoint(
+    model: PreTrainedModel, folder: Path | None, options: SaveOptions
+) -> None:
+    """Write every file of a checkpoint of a spread model, a block of it in memory at a time.
+
+    Args:
+        model: all processes that it is sharded over call this.
+        folder: an empty folder, given by the first of them.
+        options: the save options.
+    """
+    with _opened(model) as weights:
+        _write_parts(weights, folder if weights.ranks.rank == 0 else None, options)
 
 
 def _save_into(
     model: PreTrainedModel,
     target: Path,
     options: SaveOptions,
-    state_dict: Mapping[str, Tensor] | None,
+    write: Callable[[PreTrainedModel, Path, SaveOptions], None],
 ) -> list[str]:
     """Write to a folder that may hold other files; return the paths of the files written."""
     if target.is_file():
@@ -324,7 +451,7 @@ def _save_into(
             "Choose another output directory.",
         )
     with staged_output(target, on_existing=OnExisting.MERGE) as folder:
-        write_checkpoint(model, folder, options, state_dict)
+        write(model, folder, options)
         files = (path for path in folder.rglob("*") if path.is_file())
         written = [path.relative_to(folder).as_posix() for path in files]
     logger.info(f"Saved {target}.")
@@ -376,6 +503,98 @@ def _write_weights(
                 malloc_trim()  # temporaries of packing fragment the heap
                 unreturned = 0
     return written
+
+
+@torch.no_grad()
+def _write_parts(weights: SpreadWeights, folder: Path | None, options: SaveOptions) -> None:
+    """Write every file of a checkpoint of a spread model, together with the other ranks.
+
+    Args:
+        weights: of the model; what lies outside of blocks is loaded.
+        folder: of the first rank, which has made it; ``None`` on the others.
+        options: the save options.
+    """
+    model: Any = weights.model
+    ranks = weights.ranks
+    forced = parse_format(options.quantization_format if options.save_compressed else "dense")
+    contents = partition_state_dict(
+        model, quantized_modules(model, forced_format=forced), _named_tensors(model)
+    )
+    source, lost = options.folder(model), list[str]()
+    manifest = manifest_of(model, contents, partial(_source_headers, source, model, lost))
+    manifest = replace(manifest, left=[*manifest.left, *lost])
+    layout = layout_files(manifest.stored, size("max_shard_size", options.max_shard_size))
+    place = Path(ranks.exchange(str(folder), what="the output")[0])
+    writer = _join_writers(place, layout, ranks)
+    with nullcontext() if writer is None else closing(writer):
+        written = _write_blocks(weights, writer, contents, manifest)
+        every = ranks.exchange(written, what="written tensors")
+    if folder is not None:
+        hashes = {name: digest for own in every for name, digest in own.items()}
+        write_non_weight_files(model, folder, options, manifest, WrittenWeights(layout, hashes))
+
+
+def _join_writers(folder: Path, layout: OutputLayout, ranks: Ranks) -> TensorWriter | None:
+    """Open the files of an output, which the first rank creates.
+
+    Returns:
+        ``None`` on all ranks but the first where one of them does not see the folder.
+    """
+    writer = None
+    with ranks.agreed("creating the output"):
+        if ranks.rank == 0:
+            writer = TensorWriter(folder, layout)
+    is_seen = all(ranks.exchange(folder.is_dir(), what="who sees the output"))
+    with ranks.agreed("opening the output"):
+        if writer is None and is_seen:
+            writer = TensorWriter(folder, layout, joins=True)
+    return writer
+
+
+def _write_blocks(
+    weights: SpreadWeights,
+    writer: TensorWriter | None,
+    contents: PartitionedState,
+    manifest: OutputManifest,
+) -> dict[str, str]:
+    """Write this rank's tensors of all blocks; return the SHA-256 of each."""
+    names, ranks = contents.names, weights.ranks
+    places = names.stored([one.name for one in manifest.quantized])
+    is_shared = all(ranks.exchange(writer is not None, what="who writes"))
+    shared = SharedOutput(ranks if is_shared else Ranks(), manifest.stored, places.values())
+    written: dict[str, str] = {}
+
+    def write(tensors: Mapping[str, Tensor]) -> None:
+        assert writer is not None, "a rank without a writer has nothing to write"
+        written.update(writer.write(writer.as_planned(tensors), durable=ranks.count > 1))
+
+    for block in (*weights.blocks, REST):
+        weights.load(block)
+        if writer is not None:
+            entries = [one for one in manifest.quantized if weights.block_of(one.name) == block]
+            mine = [one for one in entries if shared.packs(places[one.name])]
+            tensors = weights.tensors_of(block)
+            stored = compress_block(names, tensors, mine, manifest.plain_keys)
+            write({name: one for name, one in stored.items() if shared.writes(name)})
+            del tensors, stored
+        if block != REST:
+            weights.release(block)
+            malloc_trim()
+    if writer is not None:
+        extras = {name: one for name, one in manifest.extras.items() if shared.writes(name)}
+        for name, tensor in read_tensors(extras):
+            write({name: tensor})
+    return written
+
+
+def _named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of a model that are saved, by name; those that are not loaded on meta."""
+    ignored = not_saved(model)
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor) and name not in ignored
+    }
 
 
 def write_non_weight_files(

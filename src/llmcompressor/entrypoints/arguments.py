@@ -69,7 +69,7 @@ from llmcompressor.logger import logger, quiet
 from llmcompressor.modeling.call_graph import main_input_names
 from llmcompressor.modeling.matching import matches_any
 from llmcompressor.modeling.offload import activation_budget
-from llmcompressor.modeling.sharded import full_shape, is_sharded
+from llmcompressor.modeling.sharded import full_shape
 from llmcompressor.modeling.weights import embeddings
 from llmcompressor.pipelines import PIPELINES, infer_pipeline
 from llmcompressor.recipe import Recipe, Stage
@@ -803,7 +803,7 @@ class Job(Task):
                 self.dataset_args,
                 processor=processor,
                 source=source,
-                processes=None if is_sharded(model) else self.processes,
+                processes=self.processes,
                 placeholders=placeholder_token_ids(model),
                 **data_limits(model),
             )

@@ -29,11 +29,12 @@ from llmcompressor.checkpoint.journal import PROCESSOR, RunIdentity
 from llmcompressor.checkpoint.manifest_file import RunRecord
 from llmcompressor.checkpoint.side_files import PROCESSOR_FILES
 from llmcompressor.checkpoint.source import CONFIG, SourceInfo, inspect_source
+from llmcompressor.checkpoint.spread_weights import spread_values
 from llmcompressor.checkpoint.tensor_files import bytes_of
 from llmcompressor.datasets import rows
 from llmcompressor.datasets.source import KIND_NAMES
 from llmcompressor.errors import CheckpointError
-from llmcompressor.modeling.sharded import full_shape, gather_full, local_shard
+from llmcompressor.modeling.sharded import full_shape, local_shard, reshard
 from llmcompressor.numerics.products import is_slow_dtype
 from llmcompressor.runtime.registry import normalize_name
 
@@ -329,7 +330,7 @@ def model_fingerprint(model: Module) -> dict[str, str]:
         ``class``; ``config``, a hash of it, if there is one; ``tensors``, their number and a hash
         of their names, shapes and dtypes; ``weights``, a hash of their sampled values.
     """
-    return _fingerprint(_unwrapped(model), gather_full)
+    return _fingerprint(_unwrapped(model), spread_values(model))
 
 
 def folder_fingerprint(folder: Path) -> dict[str, Any]:
@@ -417,6 +418,7 @@ def _key(model: Module) -> str:
 def _fingerprint(model: Module, values_of: Callable[[Tensor], Tensor]) -> dict[str, str]:
     names, weights = xxhash.xxh3_128(), xxhash.xxh3_128()
     count = 0
+    reshard(model)  # FSDP cannot free a tensor once numpy has looked at it
     for name, tensor in _tensors(model):
         count += 1
         names.update(f"{name} {tensor.dtype} {full_shape(tensor)}\n".encode())

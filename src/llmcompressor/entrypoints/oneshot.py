@@ -27,11 +27,11 @@ from llmcompressor.args import (
 )
 from llmcompressor.args.checks import Text
 from llmcompressor.args.parsing import told_by_name
+from llmcompressor.checkpoint.spread_weights import refuse_spread
 from llmcompressor.entrypoints.arguments import Job
 from llmcompressor.entrypoints.run import run
 from llmcompressor.errors import ArgumentError, InputError
 from llmcompressor.logger import log_to_file, logger, quiet, show_runs_quietly
-from llmcompressor.modeling.sharded import is_sharded
 from llmcompressor.numerics.products import float32_by_default, full_float32_products
 from llmcompressor.reporting.summary import tell_summary, told_run
 from llmcompressor.runtime.launch import launched_group
@@ -221,7 +221,8 @@ class Oneshot(Job):
                 "Do before and after super().__call__() what it does, or write a modifier.",
             )
         with ExitStack() as group:
-            if not _is_dry(arguments) and not is_sharded(arguments.get("model")):
+            if not _is_dry(arguments):
+                refuse_spread(arguments.get("model"))
                 group.enter_context(launched_group())
                 self.processes = Processes.from_process_group()
             is_first = self.processes.is_first

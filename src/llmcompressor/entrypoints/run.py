@@ -50,9 +50,16 @@ from llmcompressor.checkpoint.source import (
     source_of,
     tell_remarks,
 )
+from llmcompressor.checkpoint.spread_blocks import SpreadBlocks
+from llmcompressor.checkpoint.spread_weights import (
+    FOLDER,
+    is_fully_sharded,
+    is_offloaded,
+    is_spread,
+)
 from llmcompressor.checkpoint.tensor_files import layout_files
 from llmcompressor.core.block_source import BlockSource
-from llmcompressor.core.contract import DataSize, DataUse, Prediction, Solving
+from llmcompressor.core.contract import DataSize, DataUse, Edits, Prediction, Solving
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets.source import Source
 from llmcompressor.datasets.text import rendered_at
@@ -86,7 +93,11 @@ from llmcompressor.entrypoints.verify import (
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.sharded import has_partitioned_parameters
-from llmcompressor.modeling.weights import align_parameters, untie_embeddings
+from llmcompressor.modeling.weights import (
+    align_parameters,
+    has_tied_embeddings,
+    untie_embeddings,
+)
 from llmcompressor.pipelines.attention_trial import check_attention_forward
 from llmcompressor.pipelines.moe_routing import experts_report
 from llmcompressor.pipelines.moe_selection import (
@@ -208,13 +219,16 @@ SHARE_FOR_WEIGHTS = 0.6
 """Of an accelerator's free memory: the rest is for activations and solvers."""
 
 
-def load_whole_model(task: Task, *, device: str | None, goes_on: bool = False) -> Module:
+def load_whole_model(
+    task: Task, *, device: str | None, goes_on: bool = False, spread: bool = False
+) -> Module:
     """Load the model of a run into memory.
 
     Args:
         task: the arguments of the run; a model object is used as it is.
         device: the device to compute on; ``None`` for an accelerator if the model fits.
         goes_on: accept a model that an earlier run has partly quantized.
+        spread: leave the weights of a model object where they are spread.
 
     Raises:
         ArgumentError: the object is not a model, or has no weights.
@@ -222,7 +236,7 @@ def load_whole_model(task: Task, *, device: str | None, goes_on: bool = False) -
     """
     args = task.model_args
     if not isinstance(args.model, str | Path):
-        return _given_model(task, args.model, goes_on=goes_on)
+        return _given_model(task, args.model, goes_on=goes_on, spread=spread)
     folder = local_directory(args.model) if goes_on else None
     if folder is not None:
         is_partly_quantized(inspect_source(folder, allow_quantized=True, allow_absent=True))
@@ -245,7 +259,7 @@ def load_whole_model(task: Task, *, device: str | None, goes_on: bool = False) -
     return _move_to_device(model, device)
 
 
-def _given_model(task: Task, given: Any, *, goes_on: bool) -> Module:
+def _given_model(task: Task, given: Any, *, goes_on: bool, spread: bool) -> Module:
     writable = hasattr(given, "config") and hasattr(given, "save_pretrained")
     if not isinstance(given, Module) or (task.output_dir is not None and not writable):
         raise ArgumentError(
@@ -257,9 +271,10 @@ def _given_model(task: Task, given: Any, *, goes_on: bool) -> Module:
     check_no_peft_adapters(model)
     (prepare_partly_quantized if goes_on else check_unquantized)(model)
     drop_dequantizing_conversions(model)
-    device = task.model_args.device
-    was_offloaded = remove_offloading(model, hooks=device is not None)
-    _check_values(model)
+    device = None if spread else task.model_args.device
+    was_offloaded = not spread and remove_offloading(model, hooks=device is not None)
+    if not spread:
+        _check_values(model)
     wanted, own = parse_precision(task.model_args.precision), getattr(model, "dtype", None)
     if isinstance(wanted, torch.dtype) and wanted != own:
         logger.warning(
@@ -272,7 +287,8 @@ def _given_model(task: Task, given: Any, *, goes_on: bool) -> Module:
         model.to(device)
     elif was_offloaded:  # it may be on several devices, and its inputs are not moved any more
         _move_to_device(model.to("cpu"), None)
-    align_parameters(model)
+    if not spread:
+        align_parameters(model)
     if isinstance(model, PreTrainedModel):
         record_prefix(model)
         if (source := source_of(model)) is not None:
@@ -452,12 +468,54 @@ def _opened(job: Job) -> Iterator[Blocks]:
     overwrite = job.model_args.overwrite
     reserved = partial(reserve_output, resume=job.run_args.resume, overwrite=overwrite)
     with nullcontext() if target is None else reserved(target):
-        model = load_whole_model(job, device=job.model_args.device, goes_on=True)
+        spread = _stays_spread(job)
+        device = job.model_args.device
+        model = load_whole_model(job, device=device, goes_on=True, spread=spread)
         mixtures = targeted_moes(model, job.recipe.modifiers)
         unfuse_stored_experts(model, mixtures)  # type: ignore[arg-type]  # others have no MoE
         job.share_memory()
         by_block = not whole_model_reason(job)
-        yield ResidentBlocks(model, job.source, by_block=by_block, writes=target is not None)
+        kind = SpreadBlocks if spread else ResidentBlocks
+        yield kind(model, job.source, by_block=by_block, writes=target is not None)
+
+
+def _stays_spread(job: Job) -> bool:
+    """Return True for a model object that a run loads block by block from where it is spread.
+
+    Where accelerate offloads weights of a model that is needed as a whole, or whose structure the
+    run changes, they are brought into memory instead.
+
+    Raises:
+        ArgumentError: the run changes the structure of a model that FSDP has sharded.
+    """
+    model, modifiers = job.model_args.model, job.recipe.modifiers
+    if not is_spread(model):
+        return False
+    stacked = [one.name for one in targeted_moes(model, modifiers)]
+    shaping = [type(one).__name__ for one in modifiers if Edits.STRUCTURE in one.traits.edits]
+    whole = whole_model_reason(job)
+    if not is_fully_sharded(model):
+        is_needed_whole = is_offloaded(model) and (stacked or shaping or whole)
+        return job.model_args.device is None and not is_needed_whole
+    if stacked or shaping:
+        why = f"the experts of {join_names(stacked)} are stacks of which the recipe makes Linears"
+        raise ArgumentError(
+            f"The model is sharded by FSDP, which holds on to its modules, and "
+            f"{f'{shaping[0]} removes some' if shaping else why}.",
+            FOLDER,
+        )
+    if not job.model_args.tie_word_embeddings and has_tied_embeddings(model):
+        raise ArgumentError(
+            "The model is sharded by FSDP with its embeddings tied, so that they cannot be untied.",
+            f"Load it with tie_word_embeddings=False before it is sharded. {FOLDER}",
+        )
+    if whole:
+        logger.warning(f"Every process gathers the whole model, because {whole}.")
+    if job.model_args.device is not None:
+        logger.warning(
+            f"device={job.model_args.device!r} has no effect on a model that is sharded."
+        )
+    return True
 
 
 @contextmanager
@@ -635,10 +693,10 @@ class _Run:
         limits = MemoryLimits(job.run_args.max_memory)
         session.state.run.keeps_tied_embeddings = job.keeps_ties
         session.state.run.device_memory = limits.of(blocks.device)
-        blocks.load(check=self._batches is not None, tied=job.model_args.tie_word_embeddings)
         if isinstance(blocks, ResidentBlocks):  # others read the files, with a hash of each tensor
             self._check_alike(blocks.model)
             self._began_with = fingerprint_of(job.model_args.model, blocks.model, job.source)
+        blocks.load(check=self._batches is not None, tied=job.model_args.tie_word_embeddings)
         going_on = session.initialize(
             model=blocks.model,
             start=-1,

@@ -31,9 +31,15 @@ from llmcompressor.checkpoint.load import (
 from llmcompressor.checkpoint.manifest import module_kinds
 from llmcompressor.checkpoint.manifest_file import RunRecord
 from llmcompressor.checkpoint.packing import loading_compressed
-from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
+from llmcompressor.checkpoint.save import (
+    SaveOptions,
+    modify_save_pretrained,
+    write_checkpoint,
+    write_spread_checkpoint,
+)
 from llmcompressor.checkpoint.shared_output import check_alike
 from llmcompressor.checkpoint.source import is_hub_id, quantization_method
+from llmcompressor.checkpoint.spread_weights import is_fully_sharded
 from llmcompressor.checkpoint.tensor_files import layout_files
 from llmcompressor.datasets.text import rendered_at
 from llmcompressor.entrypoints.arguments import (
@@ -396,17 +402,8 @@ class _Run:
             page=page,
         )
         modify_save_pretrained(self.model, options)
-        state = None
-        if task.output_dir is not None and (
-            has_partitioned_parameters(self.model) or was_loaded_sharded(self.model)
-        ):
-            state = full_state_dict(self.model, keep=self.is_main)
-        elif task.output_dir is not None and (
-            trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        ):
-            state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # from all processes
-        if task.output_dir is not None and self.is_main:
-            options = replace(
+        if task.output_dir is not None:
+            given = replace(
                 options,
                 save_compressed=task.model_args.save_compressed,
                 processor=task.processor_to_write(self.processor),
@@ -414,10 +411,24 @@ class _Run:
                 if check
                 else None,
             )
-            write_checkpoint(self.model, folder.files, options, state)
-            folder.mark_written()
+            self._write(trainer, folder, given)
         self._publish(folder)
         trainer.accelerator.wait_for_everyone()
+
+    def _write(self, trainer: Trainer, folder: TrainingFolder, options: SaveOptions) -> None:
+        """Write the checkpoint: all processes gather what is sharded."""
+        gathers = has_partitioned_parameters(self.model) or was_loaded_sharded(self.model)
+        state = None
+        if is_fully_sharded(self.model):  # each process writes a part of each block
+            write_spread_checkpoint(self.model, folder.files if self.is_main else None, options)
+        elif gathers:
+            state = full_state_dict(self.model, keep=self.is_main)
+        elif trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # from all processes
+        if self.is_main:
+            if not is_fully_sharded(self.model):
+                write_checkpoint(self.model, folder.files, options, state)
+            folder.mark_written()
 
     def _publish(self, folder: TrainingFolder) -> None:
         """Give the output its name in the main process; GateError on all if it may not get it."""

@@ -174,6 +174,19 @@ def is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
+def is_fsdp_module(module: Module) -> bool:
+    """Return True for a module that FSDP 2 has made one of its own class."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def reshard(model: Module) -> None:
+    """Make all parameters of FSDP 2 shards: those of the root are whole after a forward."""
+    for module in model.modules():
+        if is_fsdp_module(module):
+            one: Any = module
+            one.reshard()
+
+
 def any_across_ranks(marked: Tensor, spread: Any) -> Tensor:
     """All-reduce a mask: True where it is True on any process with a shard of ``spread``.
 

@@ -9,6 +9,7 @@ operation           a rank sends                     a rank receives
 ``sum_to``          N, the owner nothing             the owner (P - 1) N
 ``sum_all``, …      2 N (P - 1) / P                  the same
 ``broadcast_from``  N to its children in a tree      N, the owner nothing
+``all_gather``      (P - 1) N                        (P - 1) N
 ==================  ===============================  =============================
 
 These are the least possible if every rank owns its share. A triangle of a symmetric matrix counts
@@ -242,6 +243,36 @@ class Ranks:
             }
         self._copy(owner, list(found.values()), device, what)
         return found
+
+    def all_gather(
+        self, tensor: Tensor, shapes: Sequence[Sequence[int]], *, what: str
+    ) -> list[Tensor]:
+        """The tensors of all ranks, in their order, bit by bit.
+
+        Args:
+            tensor: of this rank; on all ranks of the same dtype.
+            shapes: of the tensor of each rank, which all ranks know.
+            what: the name of them, for errors.
+        """
+        if self.count == 1:
+            return [tensor]
+        told = f"{_name(tensor.dtype)} {[list(one) for one in shapes]}"
+        self._meet(what, f"gathering of {told}")
+        sizes = [math.prod(one) for one in shapes]
+        own, longest = tensor.reshape(-1), max(sizes)
+        found = [own.new_empty(size) for size in sizes]
+        step = max(1, self._panel // (tensor.itemsize * self.count))
+        for start in range(0, longest, step):
+            width = min(step, longest - start)
+            piece = own[start : start + width]
+            padded = own.new_zeros(width)
+            padded[: piece.numel()] = piece
+            for one, row in zip(
+                found, self._gather_all(padded, what).chunk(self.count), strict=True
+            ):
+                place = one[start : start + width]
+                place.copy_(row[: place.numel()])
+        return [one.reshape(shape) for one, shape in zip(found, map(list, shapes), strict=True)]
 
     def exchange(self, value: Any, *, what: str) -> list[Any]:
         """The small values of all ranks, in their order, as JSON reads them back.

@@ -205,7 +205,7 @@ DISPATCHED = {
     ("algorithm", "how"), thinned([QuantizationModifier, GPTQModifier], DISPATCHED)
 )
 def test_weights_that_accelerate_keeps_elsewhere(tied, tmp_path, how, algorithm):
-    """They are brought into memory; what is written is what the model itself would give."""
+    """They stay there, with other values; what is written is what the model itself would give."""
 
     def run(model: Any, output: str) -> Any:
         group = {"num_bits": 4, "group_size": 32, "strategy": "group"}
@@ -220,7 +220,7 @@ def test_weights_that_accelerate_keeps_elsewhere(tied, tmp_path, how, algorithm)
     assert any(one.is_meta for one in model.parameters())
     returned = run(model, "dispatched")
     assert returned is model
-    assert not hasattr(model, "hf_device_map")
+    assert any(one.is_meta for one in model.parameters())
     written = [(tmp_path / one / "model.safetensors") for one in ("whole", "dispatched")]
     assert written[0].read_bytes() == written[1].read_bytes()
     assert_reads_as(returned, tmp_path / "dispatched")
@@ -230,7 +230,13 @@ def test_weights_on_the_disk_that_memory_has_no_room_for(source, tmp_path, monke
     model = partly_on_disk(source, tmp_path / "offload")
     monkeypatch.setattr(load, "free_host_memory", lambda: 1000)
     with pytest.raises(ArgumentError, match=r"9 weights.*1 kB left.*Give the folder"):
-        oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
+        oneshot(
+            model=model,
+            recipe=GPTQModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"]),
+            dataset=rows(),
+            pipeline="basic",  # which needs the whole model
+            output_dir=str(tmp_path / "out"),
+        )
     assert any(one.is_meta for one in model.parameters())
     assert not (tmp_path / "out").exists()
 

@@ -130,6 +130,11 @@ def test_copies_are_bitwise_for_each_dtype(groups, count, owner, panel):
     assert groups(count)(work.copied, owner, panel) == [True] * count
 
 
+@pytest.mark.parametrize("panel", [1 << 20, 50])
+def test_tensors_of_all_ranks_are_bitwise_those_that_they_have(groups, panel):
+    assert groups(4)(work.gathered, panel) == [True] * 4
+
+
 def test_bytes_are_those_of_the_lower_bound(groups):
     side, count = 64, 4
     size = 4 * side * side
