@@ -230,9 +230,10 @@ def _original(task: Task, model: Module) -> tuple[Any, int | None]:
     given = task.run_args.gate_reference
     if given is None and isinstance(task.model_args.model, str | Path):
         given = task.source or task.model_args.model
-    if given is None and is_sharded(model):
+    is_open = any(one.is_meta for one in model.parameters())  # its weights are loaded by block
+    if given is None and (is_open or is_sharded(model)):
         raise ArgumentError(
-            "The model is spread over processes, so that gates cannot compare with a copy of it.",
+            "The model is spread, so that gates cannot compare with a copy of it.",
             "Give the original: gate_reference=...",
         )
     found = model if given is None else given
