@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint.spread_weights import SpreadWeights
-from llmcompressor.errors import NonFiniteError
+from llmcompressor.errors import ArgumentError, NonFiniteError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
 LINEARS: dict[str, Any] = {"targets": "Linear", "ignore": ["lm_head"]}
@@ -107,6 +107,17 @@ def test_weights_that_are_not_finite(folder, tmp_path):
     cpu_offload(model, torch.device("cpu"))
     with pytest.raises(NonFiniteError, match=r"layers\.1\.mlp\.up_proj\.weight"):
         oneshot(model, GPTQModifier(**LINEARS, scheme="W4A16"), dataset=token_rows(4, 32))
+
+
+def test_gates(folder, tmp_path):
+    recipe, output = QuantizationModifier(**LINEARS, scheme="FP8_DYNAMIC"), tmp_path / "out"
+    with pytest.raises(ArgumentError, match=r"is spread.*gate_reference"):
+        oneshot(on_disk(folder, tmp_path / "offload"), recipe, output_dir=output, gates={"kl": 1})
+    assert not output.exists()
+    recipe = QuantizationModifier(**LINEARS, scheme="FP8_DYNAMIC")
+    model = on_disk(folder, tmp_path / "again")
+    oneshot(model, recipe, output_dir=output, gates={"size": "5GB"})
+    assert (output / "model.safetensors").is_file()
 
 
 def test_tied_embeddings_stay_tied(tmp_path):
