@@ -83,12 +83,13 @@ def refuse_spread(model: Any) -> None:
     """
     if not isinstance(model, Module):
         return
+    settings = getattr(getattr(model, "config", None), "distributed_config", None)
     how = ""
     if has_partitioned_parameters(model):
         how = "in pieces on several processes (DeepSpeed ZeRO stage 3)"
     elif any(type(one).__name__ == "FullyShardedDataParallel" for one in model.modules()):
         how = "flattened by FSDP version 1 (FullyShardedDataParallel)"
-    elif getattr(_distributed_config(model), "pp_size", 1) > 1:
+    elif getattr(settings, "pp_size", 1) > 1:
         how = "stages of a pipeline, of which this process has one"
     elif name := next(_parallel_tensors(model), None):
         how = f"split for tensor or expert parallelism ({name})"
@@ -98,10 +99,6 @@ def refuse_spread(model: Any) -> None:
             "by block.",
             f"{FOLDER} Or shard the model by FSDP 2 (fully_shard).",
         )
-
-
-def _distributed_config(model: Any) -> Any:
-    return getattr(getattr(model, "config", None), "distributed_config", None)
 
 
 def _parallel_tensors(model: Module) -> Iterator[str]:
