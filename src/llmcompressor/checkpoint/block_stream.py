@@ -46,13 +46,13 @@ from llmcompressor.checkpoint.journal import (
     open_workspace,
 )
 from llmcompressor.checkpoint.load import check_finite_weights
-from llmcompressor.checkpoint.manifest import OutputManifest, compress_block
-from llmcompressor.checkpoint.manifest_file import WrittenWeights
+from llmcompressor.checkpoint.manifest import WrittenWeights
 from llmcompressor.checkpoint.meta_model import MetaModel
 from llmcompressor.checkpoint.model_config import read_report
 from llmcompressor.checkpoint.moe_names import dense_experts_fused, fuse_dense_experts
 from llmcompressor.checkpoint.names import LoadedName, NameMap
 from llmcompressor.checkpoint.packing import QuantizedModule
+from llmcompressor.checkpoint.planned_tensors import PlannedTensors, compress_block
 from llmcompressor.checkpoint.save import SaveOptions, save_checkpoint, write_non_weight_files
 from llmcompressor.checkpoint.shared_output import SharedOutput, merged
 from llmcompressor.checkpoint.source import TensorHeader
@@ -277,7 +277,7 @@ class PlannedOutput:
 
     Attributes:
         target: the folder.
-        manifest: the tensors and modules that it will hold.
+        planned: the tensors and modules that it will hold.
         identity: everything that decides its bytes.
         resume: see :func:`~llmcompressor.checkpoint.journal.open_workspace`.
         passes: number of passes over the model.
@@ -287,7 +287,7 @@ class PlannedOutput:
     """
 
     target: Path
-    manifest: OutputManifest
+    planned: PlannedTensors
     identity: Callable[[StreamedBlocks], RunIdentity]
     resume: str
     passes: int
@@ -296,9 +296,9 @@ class PlannedOutput:
     overwrite: bool
 
 
-def check_output_space(target: Path, manifest: OutputManifest, source: str | None) -> None:
+def check_output_space(target: Path, planned: PlannedTensors, source: str | None) -> None:
     """Refuse (OutputError) a disk without room for an output and the other files of its source."""
-    stored = manifest.stored
+    stored = planned.stored
     beside = non_weight_bytes(None if source is None else Path(source), len(stored))
     check_space(target, output=layout_files(stored).file_size + beside)
 
@@ -360,7 +360,7 @@ class ResidentBlocks(BlockSource):
         self._report = report
         self._output = output if self._writes else None
         if self._output is not None:
-            check_output_space(self._output.target, self._output.manifest, self.source_folder)
+            check_output_space(self._output.target, self._output.planned, self.source_folder)
         yield
 
     def complete(self) -> None:
@@ -512,17 +512,17 @@ class StreamedBlocks(BlockSource):
                 output is not what the first process has written.
         """
         assert output is not None, "only a run with an output is streamed"
-        manifest = output.manifest
+        planned = output.planned
         self._output, self._report = output, report
         self._last = output.passes - 1
         self._stored_names = NameMap(self.model)
-        self._layout = layout_files(manifest.stored)
-        self._restorer = BlockRestorer(self.model, manifest.quantized, self._layout, self.weights)
+        self._layout = layout_files(planned.stored)
+        self._restorer = BlockRestorer(self.model, planned.quantized, self._layout, self.weights)
         self._entries: dict[str, list[QuantizedModule]] = {}
-        self._places = self._stored_names.stored({one.name: one for one in manifest.quantized})
-        for entry in manifest.quantized:
+        self._places = self._stored_names.stored({one.name: one for one in planned.quantized})
+        for entry in planned.quantized:
             self._entries.setdefault(self._block_of(entry.name), []).append(entry)
-        self._shared = SharedOutput(self._ranks, manifest.stored, self._places.values())
+        self._shared = SharedOutput(self._ranks, planned.stored, self._places.values())
         if self._made is not None:
             if _config_hash(output.target) != self._made["config"]:
                 raise OutputError(
@@ -723,7 +723,7 @@ class StreamedBlocks(BlockSource):
                 self.enter(block)
                 self.leave(block)
         if not self.rest_is_finished:
-            state, extras = self.model.state_dict(), self._output.manifest.extras
+            state, extras = self.model.state_dict(), self._output.planned.extras
             rest = {name: one for name, one in state.items() if self._block_of(name) == REST}
             self._write(REST, _only_tensors(rest) | dict(read_tensors(extras)))
         self._flush()
@@ -761,10 +761,10 @@ class StreamedBlocks(BlockSource):
         workspace = self._workspace
         if workspace is None:
             return None
-        manifest, overwrite = self._output.manifest, self._output.overwrite
+        planned, overwrite = self._output.planned, self._output.overwrite
         if not workspace.is_published:
             weights = self._written_weights()
-            write_non_weight_files(self.model, workspace.files, options, manifest, weights)
+            write_non_weight_files(self.model, workspace.files, options, planned, weights)
             workspace.mark_ready()
         try:
             workspace.publish(replace=overwrite, gate=options.gate)
@@ -837,14 +837,14 @@ class StreamedBlocks(BlockSource):
 
     def _write(self, block: str, tensors: Mapping[str, Tensor]) -> None:
         entries = self._entries.get(block, [])
-        manifest = self._output.manifest
+        planned = self._output.planned
         mine = [one for one in entries if self._shared.packs(self._places[one.name])]
         records = self._shared.merged(self._records(block), block)
-        stored = compress_block(self._stored_names, tensors, mine, manifest.plain_keys)
+        stored = compress_block(self._stored_names, tensors, mine, planned.plain_keys)
         for entry in entries:
             if entry.is_raw:  # its weight is rounded when it is read back
                 entry.module.quantization_status = QuantizationStatus.DECOMPRESSED
-        extras = {name: tensors[name] for name in manifest.extras if name in tensors}
+        extras = {name: tensors[name] for name in planned.extras if name in tensors}
         assert self._writer is not None, "only processes that share the work write"
         own = {name: one for name, one in (stored | extras).items() if self._shared.writes(name)}
         self._ranks.tally["written"] += sum([one.nbytes for one in own.values()])

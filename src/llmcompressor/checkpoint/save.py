@@ -37,15 +37,6 @@ from llmcompressor.checkpoint.block_reader import REST
 from llmcompressor.checkpoint.copied_files import copy_side_files, left_behind
 from llmcompressor.checkpoint.generic_model import TreeModel
 from llmcompressor.checkpoint.manifest import (
-    OutputManifest,
-    PartitionedState,
-    compress_block,
-    manifest_of,
-    module_kinds,
-    packed_modules,
-    partition_state_dict,
-)
-from llmcompressor.checkpoint.manifest_file import (
     MANIFEST_FILE,
     RunRecord,
     WrittenWeights,
@@ -61,6 +52,15 @@ from llmcompressor.checkpoint.model_config import (
 )
 from llmcompressor.checkpoint.names import NameMap, drop_dequantizing_conversions
 from llmcompressor.checkpoint.packing import parse_format, quantized_modules, warn_cast
+from llmcompressor.checkpoint.planned_tensors import (
+    PartitionedState,
+    PlannedTensors,
+    compress_block,
+    module_kinds,
+    packed_modules,
+    partition_state_dict,
+    planned_tensors,
+)
 from llmcompressor.checkpoint.quantization_config import build_quantization_config
 from llmcompressor.checkpoint.shared_output import SharedOutput
 from llmcompressor.checkpoint.side_files import (
@@ -474,24 +474,24 @@ def write_checkpoint(
         )
         source = options.folder(model)
         lost: list[str] = []
-        manifest = manifest_of(model, contents, partial(_source_headers, source, model, lost))
-        manifest = replace(manifest, left=[*manifest.left, *lost])
-        if manifest.extras:
+        planned = planned_tensors(model, contents, partial(_source_headers, source, model, lost))
+        planned = replace(planned, left=[*planned.left, *lost])
+        if planned.extras:
             name = type(model).__name__
-            logger.info(f"Carrying over {len(manifest.extras)} tensors that {name} does not own.")
-        layout = layout_files(manifest.stored, size("max_shard_size", options.max_shard_size))
-        written = _write_weights(folder, layout, contents, manifest)
-        write_non_weight_files(model, folder, options, manifest, WrittenWeights(layout, written))
+            logger.info(f"Carrying over {len(planned.extras)} tensors that {name} does not own.")
+        layout = layout_files(planned.stored, size("max_shard_size", options.max_shard_size))
+        written = _write_weights(folder, layout, contents, planned)
+        write_non_weight_files(model, folder, options, planned, WrittenWeights(layout, written))
 
 
 def _write_weights(
-    folder: Path, layout: OutputLayout, contents: PartitionedState, manifest: OutputManifest
+    folder: Path, layout: OutputLayout, contents: PartitionedState, planned: PlannedTensors
 ) -> dict[str, str]:
     """Write all tensors, and return the SHA-256 of each."""
     every = chain(
         ({name: tensor} for name, tensor in contents.plain.items()),
         packed_modules(contents.names, contents.compressed),
-        ({name: tensor} for name, tensor in read_tensors(manifest.extras)),
+        ({name: tensor} for name, tensor in read_tensors(planned.extras)),
     )
     written: dict[str, str] = {}
     unreturned = 0
@@ -521,17 +521,17 @@ def _write_parts(weights: SpreadWeights, folder: Path | None, options: SaveOptio
         model, quantized_modules(model, forced_format=forced), _named_tensors(model)
     )
     source, lost = options.folder(model), list[str]()
-    manifest = manifest_of(model, contents, partial(_source_headers, source, model, lost))
-    manifest = replace(manifest, left=[*manifest.left, *lost])
-    layout = layout_files(manifest.stored, size("max_shard_size", options.max_shard_size))
+    planned = planned_tensors(model, contents, partial(_source_headers, source, model, lost))
+    planned = replace(planned, left=[*planned.left, *lost])
+    layout = layout_files(planned.stored, size("max_shard_size", options.max_shard_size))
     place = Path(ranks.exchange(str(folder), what="the output")[0])
     writer = _join_writers(place, layout, ranks)
     with nullcontext() if writer is None else closing(writer):
-        written = _write_blocks(weights, writer, contents, manifest)
+        written = _write_blocks(weights, writer, contents, planned)
         every = ranks.exchange(written, what="written tensors")
     if folder is not None:
         hashes = {name: digest for own in every for name, digest in own.items()}
-        write_non_weight_files(model, folder, options, manifest, WrittenWeights(layout, hashes))
+        write_non_weight_files(model, folder, options, planned, WrittenWeights(layout, hashes))
 
 
 def _join_writers(folder: Path, layout: OutputLayout, ranks: Ranks) -> TensorWriter | None:
@@ -555,13 +555,13 @@ def _write_blocks(
     weights: SpreadWeights,
     writer: TensorWriter | None,
     contents: PartitionedState,
-    manifest: OutputManifest,
+    planned: PlannedTensors,
 ) -> dict[str, str]:
     """Write this rank's tensors of all blocks; return the SHA-256 of each."""
     names, ranks = contents.names, weights.ranks
-    places = names.stored([one.name for one in manifest.quantized])
+    places = names.stored([one.name for one in planned.quantized])
     is_shared = all(ranks.exchange(writer is not None, what="who writes"))
-    shared = SharedOutput(ranks if is_shared else Ranks(), manifest.stored, places.values())
+    shared = SharedOutput(ranks if is_shared else Ranks(), planned.stored, places.values())
     written: dict[str, str] = {}
 
     def write(tensors: Mapping[str, Tensor]) -> None:
@@ -571,17 +571,17 @@ def _write_blocks(
     for block in (*weights.blocks, REST):
         weights.load(block)
         if writer is not None:
-            entries = [one for one in manifest.quantized if weights.block_of(one.name) == block]
+            entries = [one for one in planned.quantized if weights.block_of(one.name) == block]
             mine = [one for one in entries if shared.packs(places[one.name])]
             tensors = weights.tensors_of(block)
-            stored = compress_block(names, tensors, mine, manifest.plain_keys)
+            stored = compress_block(names, tensors, mine, planned.plain_keys)
             write({name: one for name, one in stored.items() if shared.writes(name)})
             del tensors, stored
         if block != REST:
             weights.release(block)
             malloc_trim()
     if writer is not None:
-        extras = {name: one for name, one in manifest.extras.items() if shared.writes(name)}
+        extras = {name: one for name, one in planned.extras.items() if shared.writes(name)}
         for name, tensor in read_tensors(extras):
             write({name: tensor})
     return written
@@ -601,7 +601,7 @@ def write_non_weight_files(
     model: PreTrainedModel,
     folder: Path,
     options: SaveOptions,
-    prediction: OutputManifest,
+    prediction: PlannedTensors,
     weights: WrittenWeights,
 ) -> None:
     """Write every file of a checkpoint except its weights, which are not read."""
@@ -634,7 +634,7 @@ def write_non_weight_files(
 def planned_config(
     model: PreTrainedModel,
     source: Path | None,
-    prediction: OutputManifest,
+    prediction: PlannedTensors,
     *,
     compressed: bool = True,
 ) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from llmcompressor.checkpoint.atomic_output import (
     rejected_folder,
 )
 from llmcompressor.checkpoint.journal import resumable_fingerprint
-from llmcompressor.checkpoint.manifest_file import gates_of
+from llmcompressor.checkpoint.manifest import gates_of
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.side_files import load_processor
 from llmcompressor.checkpoint.source import SourceInfo, local_directory

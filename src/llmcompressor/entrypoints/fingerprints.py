@@ -26,7 +26,7 @@ from torch.nn import Module, Parameter
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.journal import PROCESSOR, RunIdentity
-from llmcompressor.checkpoint.manifest_file import RunRecord
+from llmcompressor.checkpoint.manifest import RunRecord
 from llmcompressor.checkpoint.side_files import PROCESSOR_FILES
 from llmcompressor.checkpoint.source import CONFIG, SourceInfo, inspect_source
 from llmcompressor.checkpoint.spread_weights import spread_values

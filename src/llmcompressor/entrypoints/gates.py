@@ -23,7 +23,7 @@ from llmcompressor.args import DatasetArguments
 from llmcompressor.args.gates import GATES, SIZE
 from llmcompressor.checkpoint.atomic_output import rejected_folder
 from llmcompressor.checkpoint.load import load_config, loading_errors, model_class
-from llmcompressor.checkpoint.manifest_file import note_gates
+from llmcompressor.checkpoint.manifest import note_gates
 from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.datasets import open_source
 from llmcompressor.datasets import rows as table

@@ -17,7 +17,7 @@ from llmcompressor.args.checks import path
 from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint.atomic_output import check_output_dir
 from llmcompressor.checkpoint.journal import PROCESSOR, RunIdentity
-from llmcompressor.checkpoint.manifest_file import read_manifest
+from llmcompressor.checkpoint.manifest import read_manifest
 from llmcompressor.checkpoint.model_config import GATES
 from llmcompressor.checkpoint.source import is_hub_id, local_directory
 from llmcompressor.datasets import rows

@@ -28,11 +28,11 @@ from llmcompressor.checkpoint.load import (
     parse_precision,
     remove_offloading,
 )
-from llmcompressor.checkpoint.manifest import module_kinds
-from llmcompressor.checkpoint.manifest_file import RunRecord
+from llmcompressor.checkpoint.manifest import RunRecord
 from llmcompressor.checkpoint.meta_model import MetaModel, build_meta_model
 from llmcompressor.checkpoint.moe_names import unfuse_meta_model, unfuse_stored_experts
 from llmcompressor.checkpoint.names import drop_dequantizing_conversions, record_prefix
+from llmcompressor.checkpoint.planned_tensors import module_kinds
 from llmcompressor.checkpoint.quantization_config import existing_quantization
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained
 from llmcompressor.checkpoint.shared_output import check_alike
@@ -775,11 +775,11 @@ class _Run:
             headers=blocks.headers,
             as_written=blocks.as_written(),
         )
-        check_size(job.gates, layout_files(predicted.manifest.stored).file_size)
+        check_size(job.gates, layout_files(predicted.planned.stored).file_size)
         is_meant = not job.run_args.verify or is_meant_unservable(self._modifiers)
         check_servable(
             predicted.config,
-            predicted.manifest,
+            predicted.planned,
             is_meant=is_meant,
             is_verified=job.run_args.verify,
         )
@@ -794,7 +794,7 @@ class _Run:
         progress = sum(2 * one.cost((), DataSize()).held_bytes for one in learning)
         return PlannedOutput(
             job.output_dir,
-            predicted.manifest,
+            predicted.planned,
             lambda source: self._identity(source, predicted.predictions),
             resume=job.run_args.resume,
             passes=len(self._passes),

@@ -28,9 +28,9 @@ from llmcompressor.checkpoint.load import (
     loading_errors,
     model_class,
 )
-from llmcompressor.checkpoint.manifest import module_kinds
-from llmcompressor.checkpoint.manifest_file import RunRecord
+from llmcompressor.checkpoint.manifest import RunRecord
 from llmcompressor.checkpoint.packing import loading_compressed
+from llmcompressor.checkpoint.planned_tensors import module_kinds
 from llmcompressor.checkpoint.save import (
     SaveOptions,
     modify_save_pretrained,
@@ -331,12 +331,12 @@ class _Run:
             packed = task.model_args.save_compressed
             modifiers = session.lifecycle.recipe.modifiers
             found = predict_output(self.model, modifiers, session.state, task.source, packed=packed)
-            check_size(task.gates, layout_files(found.manifest.stored).file_size)
-            check_output_space(task.output_dir, found.manifest, task.source)
+            check_size(task.gates, layout_files(found.planned.stored).file_size)
+            check_output_space(task.output_dir, found.planned, task.source)
             # a training is worthwhile anyway: warn only
             check_servable(
                 found.config,
-                found.manifest,
+                found.planned,
                 is_meant=True,
                 is_verified=task.run_args.verify,
             )

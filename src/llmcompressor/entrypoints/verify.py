@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from llmcompressor.args.checks import path
 from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint import save
-from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
+from llmcompressor.checkpoint.planned_tensors import PlannedTensors, plan_tensors
 from llmcompressor.checkpoint.save import (
     SaveOptions,
     Text,
@@ -168,7 +168,7 @@ def verify_written(
 
     Args:
         folder: the folder of the checkpoint.
-        kinds: kinds of its modules (:func:`~llmcompressor.checkpoint.manifest.module_kinds`).
+        kinds: kinds of its modules, by ``module_kinds`` of ``checkpoint.planned_tensors``.
         source: the folder of the model that it was made from, if there is one.
         engine: run the first blocks of it there, one of each kind; its errors raise too.
 
@@ -239,7 +239,7 @@ def is_meant_unservable(modifiers: Iterable[Modifier]) -> bool:
 
 def check_servable(
     config: Mapping[str, Any],
-    prediction: OutputManifest,
+    prediction: PlannedTensors,
     *,
     is_meant: bool = False,
     is_verified: bool = True,
@@ -332,7 +332,7 @@ def warn_save_problems(
         return
     try:
         predicted = predict_output(model, modifiers, state, source, packed=True)
-        check_servable(predicted.config, predicted.manifest, is_meant=True)
+        check_servable(predicted.config, predicted.planned, is_meant=True)
     except Exception as error:  # of any kind: the model may be meant for use in memory only
         said = " ".join(f"{error}".split()) or repr(error)
         logger.warning(f"Its save_pretrained would fail, or write what no one reads. {said:.500}")
@@ -344,13 +344,13 @@ class PredictedOutput:
 
     Attributes:
         predictions: those of the modifiers, in recipe order.
-        manifest: the tensors and modules.
+        planned: the tensors and modules.
         config: ``config.json``.
         block_bytes: bytes of all blocks, in the structure that the modifiers will leave.
     """
 
     predictions: Sequence[Prediction]
-    manifest: OutputManifest
+    planned: PlannedTensors
     config: dict[str, Any]
     block_bytes: int
 
@@ -388,11 +388,11 @@ def predict_output(
         for one in predictions:
             written.enter_context(one.attached())
         planned = [module for one in predictions for module in one.modules]
-        manifest = build_manifest(model, planned, headers, save_compressed=packed)
-        config = planned_config(model, folder, manifest, compressed=packed)
-        tensors = (one for block in find_blocks(model) for one in block.state_dict().values())
-        block_bytes = sum(one.nbytes for one in tensors if isinstance(one, Tensor))
-    return PredictedOutput(predictions, manifest, config, block_bytes)
+        tensors = plan_tensors(model, planned, headers, save_compressed=packed)
+        config = planned_config(model, folder, tensors, compressed=packed)
+        inside = (one for block in find_blocks(model) for one in block.state_dict().values())
+        block_bytes = sum(one.nbytes for one in inside if isinstance(one, Tensor))
+    return PredictedOutput(predictions, tensors, config, block_bytes)
 
 
 def _check_unparametrized(model: PreTrainedModel) -> None:

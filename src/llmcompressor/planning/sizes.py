@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import Any
 
 from llmcompressor.checkpoint.copied_files import side_files
-from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest
 from llmcompressor.checkpoint.model_config import json_text
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
 from llmcompressor.checkpoint.names import LoadedName, NameMap
+from llmcompressor.checkpoint.planned_tensors import PlannedTensors, plan_tensors
 from llmcompressor.checkpoint.save import planned_config
 from llmcompressor.checkpoint.tensor_files import OutputLayout, layout_files
 from llmcompressor.core.contract import PlannedModule
@@ -36,7 +36,7 @@ class Output:
         places: quantized module → the name under which its tensors are stored.
     """
 
-    prediction: OutputManifest
+    prediction: PlannedTensors
     layout: OutputLayout
     config: Mapping[str, Any]
     places: Mapping[str, str]
@@ -140,9 +140,7 @@ def predict_output(
     """
     model = subject.model
     with nullcontext() if is_streamed else dense_experts_fused(model):
-        prediction = build_manifest(
-            model, planned, subject.headers, save_compressed=save_compressed
-        )
+        prediction = plan_tensors(model, planned, subject.headers, save_compressed=save_compressed)
         config = planned_config(model, subject.directory, prediction, compressed=save_compressed)
     layout = layout_files(prediction.stored)
     names = [entry.name for entry in prediction.quantized]

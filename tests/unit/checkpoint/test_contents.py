@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from llmcompressor import oneshot
-from llmcompressor.checkpoint import manifest
+from llmcompressor.checkpoint import planned_tensors
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
 
 RECIPES = {
@@ -38,7 +38,7 @@ def test_rotation_matrices_are_kept_under_transformers_names(
         return remove_tied_weights_from_state_dict(plain, of)
 
     expected = set(remove_tied_weights_from_state_dict(dict(state), model))
-    monkeypatch.setattr(manifest, "remove_tied_weights_from_state_dict", remove)
-    found = manifest.partition_state_dict(model, [], state)
+    monkeypatch.setattr(planned_tensors, "remove_tied_weights_from_state_dict", remove)
+    found = planned_tensors.partition_state_dict(model, [], state)
     assert found.plain_keys == expected
     assert given, "none has a twin that is left to look for"
