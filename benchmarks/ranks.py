@@ -6,8 +6,9 @@
 
 Two ranks of one thread each stand beside one process of one thread, and one of two.  Two processes
 that each do all of the work at one time tell the floor: half of their time is what two ranks would
-take if sharing cost nothing, since two cores of one machine slow each other.  With the reference's
-interpreter its distributed calibration runs too, as its examples start it: in memory,
+take if sharing cost nothing, since two cores of one machine slow each other.  GPTQ corrects the
+error of earlier layers by default, and llm-compressor's does not: a row is without it.  With the
+reference's interpreter its distributed calibration runs too, as its examples start it: in memory,
 each rank with its part of the samples.  Times are the least of ``--repeat`` runs of ``oneshot``,
 each the longest of its ranks, peaks the highest of any rank.  The tools take turns.
 """
@@ -30,11 +31,13 @@ from run_one import build_dataset, build_recipe, resident
 from tables import publish, table
 
 RECIPE = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16"}}
+PLAIN_RECIPE = {"GPTQModifier": {**RECIPE["GPTQModifier"], "asymmetric": False}}
 WAYS = {
     "one process, 1 thread": (1, 1),
     "one process, 2 threads": (1, 2),
     "2 ranks, 1 thread each": (2, 1),
 }
+PLAIN = "2 ranks, 1 thread each, without error correction, as llm-compressor"
 FLOOR = "floor: half of the time of two processes at once, 1 thread and all of the work each"
 REFERENCE = "llm-compressor, 2 ranks, 1 thread each"
 LAUNCH = ["-m", "torch.distributed.run", "--local-addr", "localhost", "--rdzv-backend", "c10d"]
@@ -135,16 +138,17 @@ def main() -> None:
     common = {
         "model": str(model_path(size)),
         "tokens": str(token_file(size, "calibration")),
-        "recipe": RECIPE,
     }
     ways = {name: (sys.executable, *how, False) for name, how in WAYS.items()}
     ways[FLOOR] = (sys.executable, 1, 1, False)
+    ways[PLAIN] = (sys.executable, 2, 1, False)
     if given.reference_python:
         ways[REFERENCE] = (given.reference_python, 2, 1, True)
     best: dict[str, dict[str, Any]] = {}
     for _ in range(given.repeat):
         for name, (python, ranks, threads, is_reference) in ways.items():
             job = {**common, "threads": threads, "is_reference": is_reference}
+            job["recipe"] = PLAIN_RECIPE if name == PLAIN else RECIPE
             found = run_floor(job) if name == FLOOR else run_apart(python, ranks, job)
             known = best.setdefault(name, found)
             known["seconds"] = min(known["seconds"], found["seconds"])
