@@ -7,7 +7,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -30,7 +30,8 @@ from llmcompressor.entrypoints.train import train
 from llmcompressor.errors import ArgumentError, CheckpointError, GateError
 from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.reporting.summary import summary_left_out
-from llmcompressor.runtime.processes import rank_and_world_size
+from llmcompressor.runtime.launch import launched_group
+from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.runtime.registry import normalize_name
 
@@ -111,15 +112,23 @@ def reproduce(
     """
     show_runs_quietly()
     folder = Path(path("checkpoint", checkpoint)).expanduser().resolve()
-    before = read_manifest(folder)
     given = {"model": model, "dataset": dataset, **arguments}
-    call = _Call.read(folder, before, {k: v for k, v in given.items() if v is not None})
-    for line in _known_before(before, call.arguments["model"]):
-        logger.warning(f"It differs from the run that made {folder.name}: {line}.")
-    with _place(folder, output_dir) as place:
+    with ExitStack() as cleanup, ExitStack() as group:
+        group.enter_context(launched_group())
+        processes = Processes.from_process_group()
+        with processes.notify_on_failure():
+            before = read_manifest(folder)
+            call = _Call.read(folder, before, {k: v for k, v in given.items() if v is not None})
+            known = _known_before(before, call.arguments["model"], processes.count)
+            for line in known if processes.is_first else ():
+                logger.warning(f"It differs from the run that made {folder.name}: {line}.")
+            place = cleanup.enter_context(_place(folder, output_dir, processes))
+        if call.function == "train":
+            group.close()  # accelerate makes its own
         with call.rendered(), summary_left_out() if output_dir is None else nullcontext():
             written = call.make(place)
         after = read_manifest(written)
+        Processes.from_process_group().all_gather("manifests")  # before it is removed
     kept = None if output_dir is None else written
     return _compared(folder, before, after, kept)
 
@@ -224,21 +233,26 @@ def _is_there(name: str, value: str) -> bool:
 
 
 @contextmanager
-def _place(folder: Path, output_dir: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """Yield the folder to write: the given one, or one that is removed afterwards."""
+def _place(
+    folder: Path, output_dir: str | os.PathLike[str] | None, processes: Processes
+) -> Iterator[Path]:
+    """Yield the folder to write: the given one, or one that the first process removes at the end."""
     if output_dir is not None:
         yield check_output_dir(output_dir)
         return
     prefix = f"{folder.name}.again-"
     beside = folder.parent if os.access(folder.parent, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=beside) as place:
-        yield Path(place).resolve() / folder.name
+    with ExitStack() as removing:
+        made = ""
+        if processes.is_first:
+            made = removing.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=beside))
+        yield Path(processes.all_gather("folder", made)[0]).resolve() / folder.name
 
 
-def _known_before(manifest: Mapping[str, Any], model: Any) -> Iterator[str]:
+def _known_before(manifest: Mapping[str, Any], model: Any, ranks: int) -> Iterator[str]:
     """Yield what is known to differ before the run begins."""
     run = manifest["run"]
-    now = RunIdentity(versions=versions(), ranks=rank_and_world_size()[1])
+    now = RunIdentity(versions=versions(), ranks=ranks)
     then = {name: run[name] for name in now if name in run}
     machine = run.get(PROCESSOR, {}).get("machine")
     if machine is not None:
