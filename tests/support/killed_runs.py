@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import io
@@ -323,9 +324,15 @@ def _child(job: Job, die_at: str | None, sender: Any) -> None:
             job()
     except BaseException as error:
         sender.send(f"{said.getvalue()}{type(error).__name__}: {error}")
-        os._exit(1)
+        _exit(1)
     sender.send(said.getvalue())
-    os._exit(0)
+    _exit(0)
+
+
+def _exit(code: int) -> None:
+    """End as a script does: a rank with the store lets the others read from it what they need."""
+    atexit._run_exitfuncs()
+    os._exit(code)
 
 
 @contextlib.contextmanager

@@ -384,7 +384,7 @@ class ResidentBlocks(BlockSource):
             except GateError as error:
                 refused = error
         if options.gate is not None:
-            refused = self._processes.all_gather("gates", refused)[0]
+            refused = self._processes.all_gather("gates", refused, is_long=True)[0]
         if refused is not None:
             raise refused
 
@@ -484,7 +484,7 @@ class StreamedBlocks(BlockSource):
             yield
             return
         if processes.count > 1 and not processes.is_first:
-            made = processes.all_gather("output")[0]
+            made = processes.all_gather("output", is_long=True)[0]
             if isinstance(made, GateError):
                 raise made
             self._made = made
@@ -501,7 +501,7 @@ class StreamedBlocks(BlockSource):
                 told = {key: one for key, one in choices if not key.endswith(".granularity")}
                 config = _config_hash(self._output.target)
                 processes.all_gather("output", {"config": config, "choices": told})
-            processes.all_gather("model of the output")
+            processes.all_gather("model of the output", is_long=True)
 
     @contextmanager
     def writing(self, output: PlannedOutput | None, report: Report) -> Iterator[None]:

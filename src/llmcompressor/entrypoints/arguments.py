@@ -170,10 +170,10 @@ def _await_others(processes: Processes, what: str, timeout: float | None) -> Non
 def first_before_others(processes: Processes, what: str) -> Iterator[None]:
     """Let the other processes enter the body when the first one has left it."""
     if not processes.is_first:
-        processes.all_gather(what)
+        processes.all_gather(what, is_long=True)
     yield
     if processes.is_first:
-        processes.all_gather(what)
+        processes.all_gather(what, is_long=True)
 
 
 # --------------------

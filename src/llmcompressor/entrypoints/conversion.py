@@ -82,7 +82,7 @@ def converted_checkpoint(
         return
     target = Path(f"{os.fspath(beside)}.converted")
     if not processes.is_first:
-        processes.all_gather("converted checkpoint")
+        processes.all_gather("converted checkpoint", is_long=True)
         yield inspect_source(target, allow_quantized=True)
         return
     names = ", ".join(type(one).__name__ for one in converters)
@@ -96,7 +96,7 @@ def converted_checkpoint(
                 f"{names} cannot convert {source.directory}: {error}",
                 "Correct the converter's targets and ignore, or leave it out.",
             ) from error
-        processes.all_gather("converted checkpoint")
+        processes.all_gather("converted checkpoint", is_long=True)
         yield inspect_source(target, allow_quantized=True)
     finally:
         shutil.rmtree(target, ignore_errors=True)

@@ -128,7 +128,7 @@ def reproduce(
         with call.rendered(), summary_left_out() if output_dir is None else nullcontext():
             written = call.make(place)
         after = read_manifest(written)
-        Processes.from_process_group().all_gather("manifests")  # before it is removed
+        Processes.from_process_group().all_gather("manifests", is_long=True)  # before it is removed
     kept = None if output_dir is None else written
     return _compared(folder, before, after, kept)
 
@@ -236,7 +236,7 @@ def _is_there(name: str, value: str) -> bool:
 def _place(
     folder: Path, output_dir: str | os.PathLike[str] | None, processes: Processes
 ) -> Iterator[Path]:
-    """Yield the folder to write: the given one, or one that the first process removes at the end."""
+    """Yield the folder to write: the given one, or one that is removed at the end."""
     if output_dir is not None:
         yield check_output_dir(output_dir)
         return

@@ -23,7 +23,8 @@ from datetime import timedelta
 from typing import Any
 
 from llmcompressor.errors import ArgumentError, ProcessError
-from llmcompressor.runtime.liveness import own_place, while_alive
+from llmcompressor.logger import PASSING, logger
+from llmcompressor.runtime.liveness import is_alive, own_place, while_alive
 
 TIMEOUT = "LLM_COMPRESSOR_RANKS_TIMEOUT"
 """The environment variable with the seconds that ranks wait for each other."""
@@ -35,7 +36,11 @@ _LONGEST = 1e8
 """Seconds, some three years: the store does not take much more."""
 _FAREWELL = 10.0
 """Seconds that the rank with the store waits at its end for the others to end."""
+_QUIET = 60.0
+"""Seconds after which a rank that waits for others says so."""
 _PAUSE = 0.02
+_ENDED, _PLACE = "llmcompressor/ended", "llmcompressor/place"
+"""Keys of the store, with the number of a rank behind: it reads no more, and where it is."""
 _FIRST_PORT, _PORTS = 12_000, 20_000
 """Where Slurm gives no port: below those that systems give to programs that ask for any."""
 _ALONE = "To run alone, unset WORLD_SIZE and RANK."
@@ -360,41 +365,56 @@ def _meet(launch: Launch, waiting: Patience) -> Meeting:
             f"{launch.port} (waited at most {waiting.seconds:g} s): {error}. Call the same "
             f"function on all ranks; if they need longer, {waiting.remedy}. {_ALONE}"
         ) from error
+    store.set(f"{_PLACE}/{launch.rank}", own_place())
     atexit.register(_part, launch, store, is_host=is_host)
     return Meeting(launch, store)
 
 
 def _part(launch: Launch, store: Any, *, is_host: bool) -> None:
     """Let the store live until the other ranks have read from it what they are told at the end."""
-    key = "llmcompressor/ended"
     with suppress(RuntimeError):
-        store.set(f"{key}/{launch.rank}", b"")
-        if not is_host:
-            store.add(key, 1)
-            return
+        store.set(f"{_ENDED}/{launch.rank}", b"")
         end = time.monotonic() + _FAREWELL
-        while store.add(key, 0) < launch.count - 1 and time.monotonic() < end:
+        while is_host and time.monotonic() < end and _may_read(launch, store):
             time.sleep(_PAUSE)
+
+
+def _may_read(launch: Launch, store: Any) -> bool:
+    """Return True while another rank has neither ended nor died, as far as is known here."""
+    for rank in range(launch.count):
+        place = f"{_PLACE}/{rank}"
+        if store.check([f"{_ENDED}/{rank}"]):
+            continue
+        if not store.check([place]) or is_alive(store.get(place).decode()):
+            return True
+    return False
 
 
 def _await_all(launch: Launch, store: Any, key: str, waiting: Patience) -> list[str]:
     """Wait until all ranks have set their places, and return these."""
-    end = time.monotonic() + waiting.seconds
+    begun, has_told = time.monotonic(), False
     try:
         store.set(f"{key}/{launch.rank}", own_place())
         while absent := [
             str(rank) for rank in range(launch.count) if not store.check([f"{key}/{rank}"])
         ]:
-            if ended := [one for one in absent if store.check([f"llmcompressor/ended/{one}"])]:
+            if ended := [one for one in absent if store.check([f"{_ENDED}/{one}"])]:
                 raise ProcessError(
                     f"Rank {launch.rank} waits for rank {', '.join(ended)} of {launch.count} to "
                     f"begin a run, which has ended. Call the same function on all ranks. {_ALONE}"
                 )
-            if time.monotonic() > end:
+            waited = time.monotonic() - begun
+            if waited > waiting.seconds:
                 raise ProcessError(
                     f"Rank {launch.rank} has waited {waiting.seconds:g} s for rank "
                     f"{', '.join(absent)} of {launch.count} to begin a run. Call the same function "
                     f"on all ranks; if they need longer, {waiting.remedy}. {_ALONE}"
+                )
+            if waited > _QUIET and not has_told:
+                has_told = True
+                logger.bind(**{PASSING: True}).warning(
+                    f"Rank {launch.rank} waits for rank {', '.join(absent)} of {launch.count} to "
+                    f"begin a run. All ranks have to call the same function. {_ALONE}"
                 )
             time.sleep(_PAUSE)
         return [store.get(f"{key}/{rank}").decode() for rank in range(launch.count)]

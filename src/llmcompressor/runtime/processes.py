@@ -21,12 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from llmcompressor.errors import ArgumentError, ProcessError
 from llmcompressor.logger import PASSING, logger
-from llmcompressor.runtime.launch import launch_of, meeting
+from llmcompressor.runtime.launch import PATIENCE, Patience, launch_of, meeting, patience
 from llmcompressor.runtime.liveness import ended, is_alive, own_place, while_alive
 
 T = TypeVar("T")
@@ -163,7 +164,8 @@ class Processes:
             is_long: the others may have work left, so that waiting is no sign of a mistake.
 
         Raises:
-            ProcessError: another process has failed, has ended, or has another subject.
+            ProcessError: another process has failed, has ended, or has another subject; or it does
+                not come as long as :func:`.launch.patience` says, if ``is_long`` is False.
         """
         if self.count == 1:
             return [value]
@@ -173,7 +175,8 @@ class Processes:
             store = _store()
             store.set(keys[self.rank], pickle.dumps((on, value)))
             whom = "" if is_long else f"the other processes ({on})"
-            _wait(keys, self._failed, whom, self._check_others)
+            longest = None if is_long else patience(PATIENCE)
+            _wait(keys, self._failed, whom, partial(self._check_others, on, longest))
             found = [pickle.loads(store.get(key)) for key in keys]
         if {asked for asked, _ in found} != {on}:
             raise ProcessError(
@@ -192,7 +195,7 @@ class Processes:
         """
         own = list(noted)
         told = set(own)
-        for rank, texts in enumerate(self.all_gather(on, own)):
+        for rank, texts in enumerate(self.all_gather(on, own, is_long=True)):
             for text in texts if self.is_first else ():
                 if text not in told:
                     told.add(text)
@@ -257,20 +260,35 @@ class Processes:
     def _failed(self) -> str:
         return f"{self._run}/failed"
 
-    def _check_others(self, waiting: str) -> None:
-        """Refuse to wait for a process of this machine that has ended; of others launchers tell.
+    def _check_others(
+        self, on: str, longest: Patience | None, waited: float, waiting: Sequence[str]
+    ) -> None:
+        """Refuse to wait for a process of this machine that has ended, or too long for any.
 
         Args:
-            waiting: the key that a rank has to set.
+            on: the subject.
+            longest: how long to wait; of those on other machines that end launchers tell.
+            waited: seconds so far.
+            waiting: the keys that ranks have to set.
         """
-        rank, store = int(waiting.rpartition("/")[2]), _store()
-        key = f"{self._run}/place/{rank}"
-        if store.check([key]) and not is_alive(store.get(key).decode()):
-            if store.check([waiting]) or store.check([self._failed]):
-                return  # it did that first
-            why = ended(rank)
-            self.tell_failure(why)
-            raise ProcessError(why)
+        store = _store()
+        absent = {key: int(key.rpartition("/")[2]) for key in waiting}
+        for key, rank in absent.items():
+            place = f"{self._run}/place/{rank}"
+            if store.check([place]) and not is_alive(store.get(place).decode()):
+                if store.check([key]) or store.check([self._failed]):
+                    continue  # it did that first
+                self._give_up(ended(rank))
+        if longest is not None and waited > longest.seconds:
+            self._give_up(
+                f"Rank {self.rank} has waited {longest.seconds:g} s at {on!r} for rank "
+                f"{', '.join(map(str, absent.values()))}, not there yet. If it needs that long, "
+                f"{longest.remedy}."
+            )
+
+    def _give_up(self, why: str) -> NoReturn:
+        self.tell_failure(why)
+        raise ProcessError(why)
 
 
 def _check_parts(digests: Mapping[int, Sequence[str]]) -> None:
@@ -378,7 +396,10 @@ def _store_errors() -> Iterator[None]:
 
 
 def _wait(
-    keys: list[str], failed: str, whom: str, check: Callable[[str], None] = lambda _: None
+    keys: list[str],
+    failed: str,
+    whom: str,
+    check: Callable[[float, Sequence[str]], None] = lambda *_: None,
 ) -> None:
     looked = time.monotonic()
     begun, pause, has_told = time.monotonic(), 0.005, False
@@ -394,7 +415,6 @@ def _wait(
             )
         if time.monotonic() - looked > _LOOK:
             looked = time.monotonic()
-            for key in [one for one in keys if not store.check([one])]:
-                check(key)
+            check(looked - begun, [one for one in keys if not store.check([one])])
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import json
 import socket
-from contextlib import nullcontext
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 from torch import distributed
 
 from llmcompressor.errors import ArgumentError, ProcessError
+from llmcompressor.logger import logger
 from llmcompressor.runtime import launch
 from llmcompressor.runtime.launch import (
     PATIENCE,
@@ -22,6 +28,7 @@ from llmcompressor.runtime.launch import (
     own_device,
     patience,
 )
+from llmcompressor.runtime.liveness import own_place
 
 TORCHRUN = {
     "RANK": "3",
@@ -135,6 +142,44 @@ def test_a_rank_that_never_comes_is_named(launched):
     with pytest.raises(ProcessError, match=said), launched_group(timeout=0.2):
         pass
     assert not distributed.is_initialized()
+
+
+def test_a_rank_that_waits_says_for_whom(launched, monkeypatch):
+    monkeypatch.setattr(launch, "_QUIET", 0.05)
+    told = []
+    handler = logger.add(lambda line: told.append(line.record["message"]), level="WARNING")
+    with suppress(ProcessError), launched_group(timeout=0.3):
+        pass
+    logger.remove(handler)
+    assert [one.partition(".")[0] for one in told] == [
+        "Rank 0 waits for rank 1 of 2 to begin a run"
+    ]
+
+
+@pytest.mark.parametrize(("number", "waits"), [("own", True), ("of one that has died", False)])
+def test_the_store_does_not_wait_for_the_dead(number, waits, monkeypatch):
+    monkeypatch.setattr(launch, "_FAREWELL", 0.3)
+    place = json.loads(own_place())
+    if number != "own":
+        with subprocess.Popen([sys.executable, "-c", ""]) as died:
+            place[2] = died.pid
+    store = distributed.HashStore()
+    store.set(f"{launch._PLACE}/1", json.dumps(place))
+    began = time.perf_counter()
+    launch._part(Launch(0, 2, 0, "here", 1), store, is_host=True)
+    assert (time.perf_counter() - began >= 0.3) is waits
+
+
+def test_the_store_waits_until_others_have_ended(monkeypatch):
+    monkeypatch.setattr(launch, "_FAREWELL", 30)
+    store = distributed.HashStore()
+    store.set(f"{launch._PLACE}/1", own_place())
+    with ThreadPoolExecutor(1) as pool:
+        parting = pool.submit(launch._part, Launch(0, 2, 0, "here", 1), store, is_host=True)
+        time.sleep(0.1)
+        assert not parting.done()
+        launch._part(Launch(1, 2, 1, "here", 1), store, is_host=False)
+        parting.result(timeout=10)
 
 
 def test_the_environment_says_how_long_ranks_wait(launched, monkeypatch):

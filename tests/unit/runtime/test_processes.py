@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.distributed import HashStore
 from llmcompressor.errors import ProcessError
 from llmcompressor.logger import logger, quiet
 from llmcompressor.runtime import processes
+from llmcompressor.runtime.launch import TIMEOUT
 from llmcompressor.runtime.processes import Processes, write_once
 from llmcompressor.runtime.progress import progress
 
@@ -64,6 +66,28 @@ def test_who_waits_is_told_of_a_failure(two):
         raise KeyError("gone")
     with pytest.raises(ProcessError, match="Process 1 has failed: KeyError: 'gone'"):
         two[0].all_gather("anything")
+
+
+def test_who_waits_too_long_says_for_whom_and_tells_the_others(two, monkeypatch):
+    monkeypatch.setattr(processes, "_LOOK", 0.01)
+    monkeypatch.setenv(TIMEOUT, "0.1")
+    said = rf"Rank 0 has waited 0.1 s at 'moment' for rank 1, not there yet. .* set .*{TIMEOUT}"
+    with pytest.raises(ProcessError, match=said):
+        two[0].all_gather("moment")
+    two[1].all_gather("moment")
+    with pytest.raises(ProcessError, match="at 'moment' for rank 1"):
+        two[1].all_gather("the next one")
+
+
+def test_some_waiting_has_no_end(two, monkeypatch):
+    monkeypatch.setattr(processes, "_LOOK", 0.01)
+    monkeypatch.setenv(TIMEOUT, "0.05")
+
+    def late(one):
+        time.sleep(0.3 * one.rank)
+        return one.all_gather("a long one", one.rank, is_long=True)
+
+    assert both(late, two) == [[0, 1], [0, 1]]
 
 
 def test_a_store_that_has_ended_is_an_error(two, monkeypatch):
