@@ -58,6 +58,7 @@ _MOST_TOKENS = 40
 """Tokens of a prompt."""
 _LEAST_TOKENS = 4
 _OF_PLATFORM = re.compile(r"\bkernels?\b|backend|capability|platform", re.IGNORECASE)
+_LATE = "Give it more time by --timeout (timeout=), or see what else the machine does."
 _CPU = "A device that the engine has a kernel for runs it."
 
 
@@ -193,8 +194,13 @@ class _Trial:
             raise ArgumentError(
                 f"{self.engine.name} cannot be used by {self.engine.python}: "
                 f"{_sentence(answer.error)}",
-                "Mend that environment, or name another by --python.",
+                _LATE if answer.is_late else "Mend that environment, or name another by --python.",
             )
+        if answer.is_late:
+            self.told = replace(self.told, status="failed")
+            said = f"The engine took too long, {answer.stage} it: {_sentence(answer.error)}"
+            self._say("E5", "", said, _LATE)
+            return
         if not answer.is_refusal:
             self.told = replace(self.told, status="failed")
             said = f"The engine has loaded it and failed: {_sentence(answer.error)}"

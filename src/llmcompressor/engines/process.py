@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Answer:
         outputs: tensors by name, as :mod:`llmcompressor.engines.runner.__main__` says.
         amplitudes: module → magnitude of its inputs.
         silent: module that could not be called by itself → why.
+        is_late: it was ended, since it took too long.
     """
 
     stage: str = "importing"
@@ -59,11 +60,12 @@ class Answer:
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
     amplitudes: Mapping[str, float] = field(default_factory=dict)
     silent: Mapping[str, str] = field(default_factory=dict)
+    is_late: bool = False
 
     @property
     def is_refusal(self) -> bool:
         """True if the engine did not take the model."""
-        return bool(self.error) and self.stage == "loading"
+        return bool(self.error) and self.stage == "loading" and not self.is_late
 
     @property
     def may_lack_a_kernel(self) -> bool:
@@ -160,7 +162,8 @@ def run_job(job: Mapping[str, Any], folder: Path, python: str, timeout: float | 
         causes = [str(one) for one in state.get("causes") or ()]
         return _with_error(known, told(known.error, causes))
     if ended is None:
-        return _with_error(known, f"it was not done after {seconds:g} seconds")
+        said = f"it was not done after {seconds:g} seconds"
+        return replace(_with_error(known, said), is_late=True)
     if known.stage != "done":
         last = _last_line(folder / "log.txt")
         return _with_error(known, f"its process ended with {ended}, and said last: {last}")
@@ -190,23 +193,32 @@ def told(error: str, causes: Sequence[str]) -> str:
 
 
 def _wait(command: Sequence[str], folder: Path, seconds: float) -> int | None:
-    """The exit code of a command, ``None`` if it did not end in time."""
-    with (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=_environment(command[0]),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    """The exit code of a command, ``None`` if it did not end in time.
+
+    Its last argument is a pipe that ends with this process, also if that is killed.
+    """
+    ours, theirs = os.pipe()[::-1]
+    try:
+        with (folder / "log.txt").open("wb") as log:
+            process = subprocess.Popen(
+                [*command, str(theirs)],
+                cwd=folder,
+                env=_environment(command[0]),
+                pass_fds=(theirs,),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
         finally:
             _end(process)
+    finally:
+        os.close(theirs)
+        os.close(ours)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

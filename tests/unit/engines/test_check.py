@@ -171,6 +171,31 @@ def test_a_failure_after_the_load(
     assert report.engine.status == "failed"
 
 
+@pytest.mark.parametrize("stage", ["loading", "running"])
+def test_an_engine_that_takes_too_long(
+    stage: str, good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has refused nothing, and more time helps; it is not asked once more."""
+    asked = []
+    late = Answer(stage, "it was not done after 5 seconds", is_late=True)
+    monkeypatch.setattr(check, "run_job", lambda *_: asked.append(1) or late)
+    report = tried(good("W4A16").write(tmp_path / "model"), Engine("vllm", "python"))
+    [failed] = [one for one in report.findings if one.rule.startswith("E")]
+    assert failed.rule == "E5"
+    assert "not done after 5 seconds" in failed.message
+    assert "--timeout" in failed.remedy
+    assert len(asked) == 1
+
+
+def test_too_little_time_to_import_an_engine(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Answer("importing", "it was not done after 1 seconds", is_late=True)
+    monkeypatch.setattr(check, "run_job", lambda *_: late)
+    with pytest.raises(ArgumentError, match="--timeout"):
+        tried(good("W4A16").write(tmp_path / "model"))
+
+
 def test_nan_is_told(good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = good("W4A16")
     folder = sample.write(tmp_path / "model")

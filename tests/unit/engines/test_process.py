@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -53,12 +55,50 @@ def test_a_process_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.Monke
     answer = asked(code, tmp_path, monkeypatch, timeout=1.5)
     assert time.monotonic() - began < 20
     assert answer.error == "it was not done after 1.5 seconds"
-    child = int((tmp_path / "job" / "child").read_text())
+    assert not answer.is_refusal
+    _wait_for_end(int((tmp_path / "job" / "child").read_text()))
+
+
+def test_an_engine_does_not_outlive_the_killed_process_that_waits_for_it(tmp_path: Path) -> None:
+    """Nor do its children: the engine is a module that sleeps and has started a process."""
+    slow, job = tmp_path / "slow", tmp_path / "job"
+    shutil.copytree(process._RUNNER, slow)
+    (slow / "of_vllm.py").write_text(
+        "import os, subprocess, sys, time\n"
+        "from pathlib import Path\n"
+        "def prepare(job):\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "    Path('new').write_text(f'{os.getpid()} {child.pid}')\n"
+        "    os.replace('new', 'pids')\n"
+        "    time.sleep(60)\n"
+    )
+    job.mkdir()
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from llmcompressor.engines import process\n"
+        f"process._RUNNER = Path({str(slow)!r})\n"
+        f"process.run_job({{'engine': 'vllm'}}, Path({str(job)!r}), sys.executable, 60)\n"
+    )
+    waiting = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        for _ in range(600):
+            if (job / "pids").exists():
+                break
+            time.sleep(0.05)
+    finally:
+        waiting.kill()
+        waiting.wait()
+    for number in map(int, (job / "pids").read_text().split()):
+        _wait_for_end(number)
+
+
+def _wait_for_end(number: int) -> None:
     for _ in range(100):
-        if not _is_running(child):
+        if not _is_running(number):
             return
         time.sleep(0.05)
-    raise AssertionError("its child goes on")
+    raise AssertionError(f"the process {number} goes on")
 
 
 def _is_running(number: int) -> bool:

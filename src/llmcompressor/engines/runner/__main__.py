@@ -11,7 +11,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +39,20 @@ class State:
         beside = self._file.with_suffix(".new")
         beside.write_text(json.dumps(self._known), encoding="utf-8")
         beside.replace(self._file)
+
+
+def end_with(pipe: int) -> None:
+    """End this process and what it starts when the other end of a pipe is closed.
+
+    Then whoever waits for the job is gone, or does not wait any longer.
+    """
+    os.set_inheritable(pipe, False)
+
+    def wait() -> None:
+        os.read(pipe, 1)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def main(job_file: str) -> int:
@@ -79,6 +95,7 @@ def _causes(error: BaseException) -> list[str]:
 
 
 if __name__ == "__main__":
+    end_with(int(sys.argv[2]))
     code = main(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()
