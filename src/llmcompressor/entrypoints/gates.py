@@ -270,7 +270,7 @@ def _held_out(
             documents = tokenized_documents(source, tokenizer)
             name = "held-out modules of Python's standard library"
         kept = list(_unseen(documents, seen))
-    if given is not None:
+    if given is not None and source is not None:
         name = str(given) if isinstance(given, str | Path) else f"the given {type(given).__name__}"
     length = min(length, position_limit(model).limit or length)
     windows = sample_windows(cut_windows(kept, length), _WINDOWS, seed=0)
@@ -291,6 +291,8 @@ def _source_of_text(args: DatasetArguments, given: Any) -> Any:
         DatasetError: the data of the run has no held-out part.
     """
     data = args.dataset
+    if _is_mix(given):
+        return None
     if given is not None:
         other = DatasetArguments(dataset=given, text_column=args.text_column)
         split = _held_out_split(other, ())
@@ -302,7 +304,7 @@ def _source_of_text(args: DatasetArguments, given: Any) -> Any:
         return given
     if data is None and args.dataset_path is None:
         return None
-    if isinstance(data, str) and getattr(table.find(data), "is_mix", False):
+    if _is_mix(data):
         return None
     used = args.splits.values() if isinstance(args.splits, Mapping) else args.splits or ()
     used = [used] if isinstance(used, str) else used
@@ -314,6 +316,11 @@ def _source_of_text(args: DatasetArguments, given: Any) -> Any:
             _GIVE,
         )
     return replace(args, splits=split)
+
+
+def _is_mix(data: Any) -> bool:
+    """Return True for a mix to calibrate with, from which modules of Python are held out."""
+    return isinstance(data, str) and bool(getattr(table.find(data), "is_mix", False))
 
 
 def _held_out_split(args: DatasetArguments, used: Collection[str]) -> str | None:

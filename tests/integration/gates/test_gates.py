@@ -18,6 +18,7 @@ from tests.support.rank_group import Group, group_of
 from typer.testing import CliRunner
 
 from llmcompressor import evaluate, oneshot, plan, reproduce, run_stages, verify
+from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.journal import Journal
 from llmcompressor.cli.app import app
 from llmcompressor.entrypoints import gates as gates_page
@@ -260,6 +261,13 @@ def test_the_test_split_is_measured_on(model: str, out: Path) -> None:
     own = evaluate(out, reference=model, dataset=data["test"], max_seq_length=64)
     assert report_of(out)["measured"]["kl"]["value"] == own.kl_divergence
     assert report_of(out)["text"] == "the split 'test' of the data"
+
+
+@pytest.mark.parametrize("mix", ["python_stdlib", "default"])
+def test_a_mix_stands_for_the_modules_that_are_held_out(mix: str) -> None:
+    """Data without a split of its own can be measured on them."""
+    for data in ("rows.jsonl", [[1, 2, 3]], mix):
+        assert gates_page._source_of_text(DatasetArguments(dataset=data), mix) is None
 
 
 def test_no_calibration_sample_is_measured_on(model: str, out: Path, tmp_path: Path) -> None:
