@@ -44,6 +44,9 @@ _PLACES = (
 _TRUST = ("trust_remote_code_model", "trust_remote_code_data")
 """Arguments that let code of others run: whoever reproduces gives them, not a manifest."""
 
+_FIXED = {"recipe", "report", "verify", "resume", "overwrite"}
+"""Arguments of a run that are not given again."""
+
 
 @dataclass(frozen=True)
 class Reproduction:
@@ -111,6 +114,11 @@ def reproduce(
         ArgumentError: an argument was an object or a path that is gone, and was not given.
     """
     show_runs_quietly()
+    if fixed := sorted(_FIXED & arguments.keys()):
+        raise ArgumentError(
+            f"reproduce() does not take {fixed[0]!r}: the run is made again as its manifest says.",
+            "Leave it out; to change it, compress the model anew.",
+        )
     folder = Path(path("checkpoint", checkpoint)).expanduser().resolve()
     given = {"model": model, "dataset": dataset, **arguments}
     with ExitStack() as cleanup, ExitStack() as group:

@@ -220,3 +220,9 @@ def test_no_manifest(model: Path, data: Path, tmp_path: Path) -> None:
     (stages / "stage_quant" / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match="damaged"):
         reproduce(stages / "stage_quant")
+
+
+@pytest.mark.parametrize("name", ["recipe", "verify", "overwrite"])
+def test_what_a_manifest_alone_says_is_not_given(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=f"does not take '{name}'"):
+        reproduce(tmp_path, **{name: True})

@@ -59,7 +59,7 @@ def test_a_process_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.Monke
     _wait_for_end(int((tmp_path / "job" / "child").read_text()))
 
 
-def test_an_engine_does_not_outlive_the_killed_process_that_waits_for_it(tmp_path: Path) -> None:
+def test_an_engine_ends_with_a_killed_caller(tmp_path: Path) -> None:
     """Nor do its children: the engine is a module that sleeps and has started a process."""
     slow, job = tmp_path / "slow", tmp_path / "job"
     shutil.copytree(process._RUNNER, slow)
