@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 # Which tests run; `make test TESTS=` runs all: also those that take long, and more cases of some.
 TESTS  ?= not slow
 
-.PHONY: demo test lint types unit docs test-vllm clean
+.PHONY: demo test lint types unit docs test-vllm serve-demo clean
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,11 @@ unit: $(STAMP)
 test-vllm: $(STAMP)
 	@test -n "$(PYTHON_VLLM)" || { echo "Give PYTHON_VLLM, the Python of an environment with vLLM."; exit 2; }
 	PYTHON_VLLM="$(PYTHON_VLLM)" $(BIN)/python -m pytest -m vllm tests
+
+# Serves the embedded model with vLLM and compares it with transformers; the same PYTHON_VLLM.
+serve-demo: $(STAMP)
+	@test -n "$(PYTHON_VLLM)" || { echo "Give PYTHON_VLLM, the Python of an environment with vLLM."; exit 2; }
+	$(BIN)/python benchmarks/serve_demo.py --vllm-python "$(PYTHON_VLLM)"
 
 # The same environment: the pages of commands and of recipe fields are made by importing the package.
 $(VENV)/.docs: $(STAMP)

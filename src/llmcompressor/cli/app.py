@@ -250,6 +250,13 @@ def _model_free(
     gate: _Gate = None,
     gate_dataset: _GateText = None,
     gate_reference: _GateReference = None,
+    verify_with: Annotated[
+        str | None,
+        typer.Option(help="Also run the first blocks of it in vllm, transformers or sglang."),
+    ] = None,
+    verify_python: Annotated[
+        str | None, typer.Option(help="The Python of the engine's environment, if not this one.")
+    ] = None,
     verbose: Verbose = 0,
     debug: Debug = False,
 ) -> None:
@@ -274,6 +281,8 @@ def _model_free(
             gates=gate or None,
             gate_dataset=gate_dataset,
             gate_reference=gate_reference,
+            verify_with=verify_with,
+            verify_python=verify_python,
         )
         typer.echo(f"Written: {folder}")
 

@@ -93,6 +93,8 @@ def model_free_ptq(
     gates: Any = None,
     gate_dataset: Any = None,
     gate_reference: Any = None,
+    verify_with: str | None = None,
+    verify_python: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Quantize the weights of a checkpoint by round-to-nearest, from its files alone.
 
@@ -130,6 +132,9 @@ def model_free_ptq(
             those that are measured transformers has to have the model's class.
         gate_dataset: text to measure them on; by default held-out modules of Python's library.
         gate_reference: the original to compare with; by default the checkpoint itself.
+        verify_with: also run the first blocks of the output, one of each kind, in this engine:
+            ``"vllm"``, ``"transformers"`` or ``"sglang"``. What it refuses gets no name.
+        verify_python: the interpreter of the engine's environment; this one by default.
 
     Returns:
         The folder.
@@ -154,6 +159,7 @@ def model_free_ptq(
         _check_needs_no_data(modifier, resolved)
         chosen = _device(device)
         limits = {"resume": resume, "max_memory": max_memory, "verify": verify, "report": report}
+        limits |= {"verify_with": verify_with, "verify_python": verify_python}
         gated = {"gates": gates, "gate_dataset": gate_dataset, "gate_reference": gate_reference}
         given = {"model": path("model_stub", model_stub), "recipe": modifier, "device": chosen}
         target = as_path("save_directory", save_directory)

@@ -10,7 +10,7 @@ import pytest
 from tests.support.in_process import run_here
 from tests.support.short_pico import write_short_pico
 
-from llmcompressor import oneshot, reset_session
+from llmcompressor import model_free_ptq, oneshot, reset_session
 from llmcompressor.cli import main
 from llmcompressor.entrypoints.stages import run_stages
 from llmcompressor.errors import ArgumentError
@@ -44,6 +44,19 @@ def test_a_manifest_does_not_tell_of_the_engine(made: Path) -> None:
     assert "verify_with" not in (made / "manifest.json").read_text()
 
 
+def test_a_run_without_a_model_class(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    given = ["--scheme", "W8A8", "--verify-with", "transformers", "--ignore", "lm_head"]
+    with pytest.raises(SystemExit) as ended:
+        main(["model-free-ptq", str(model), "--output", str(tmp_path / "output"), *given])
+    assert ended.value.code == 0
+    told = json.loads((tmp_path / "output" / "compression_report.json").read_text())
+    assert '"engine": {"engine": "transformers", "status": "run"' in json.dumps(told)
+    assert "verify_with" not in (tmp_path / "output" / "manifest.json").read_text()
+
+
 def test_the_command(
     made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +84,8 @@ def test_an_engine_is_looked_for_before_any_work(
     for run in (oneshot, run_stages):
         with pytest.raises(ArgumentError, match="engine"):
             run(str(model), RECIPE, output_dir=tmp_path / "output", **further)
+    with pytest.raises(ArgumentError, match="engine"):
+        model_free_ptq(str(model), tmp_path / "output", "W8A8", **further)
     assert not list(tmp_path.iterdir())
 
 
