@@ -29,6 +29,8 @@ _MODULES = {
     "transformers": ("transformers", "compressed_tensors", "transformers.modeling_utils"),
 }
 _SETTINGS = {
+    "OMP_NUM_THREADS": "1",  # tiny models; threads that wait for each other cost more
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",

@@ -3,8 +3,9 @@
 
     benchmarks/serve_demo.py --vllm-python ENV/bin/python [--scheme W4A16]
 
-``make serve-demo PYTHON_VLLM=ENV/bin/python`` runs it. The server listens on the loopback interface,
-at a free port, and is stopped in any case. The exit code is 1 if an answer is not the model's.
+``make serve-demo PYTHON_VLLM=ENV/bin/python`` runs it. The server listens on the loopback
+interface, at a free port, and is stopped in any case. The exit code is 1 if an answer is not the
+model's.
 """
 
 from __future__ import annotations
@@ -98,13 +99,19 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: Pat
     while time.monotonic() < deadline:
         if process.poll() is not None:
             break
-        with contextlib.suppress(OSError):  # also of a server that is not there yet
-            with _DIRECT.open(f"{address}/health", timeout=5) as answer:
-                if answer.status == 200:
-                    return
+        if _is_healthy(address):
+            return
         time.sleep(0.2)
     last = log.read_text(errors="replace").splitlines()[-15:]
     raise SystemExit("\n".join([*last, "The server did not become healthy."]))
+
+
+def _is_healthy(address: str) -> bool:
+    try:
+        with _DIRECT.open(f"{address}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:  # also of a server that is not there yet
+        return False
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

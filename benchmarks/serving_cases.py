@@ -103,12 +103,9 @@ _TECHNIQUES: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
         {"SpinQuantModifier": {"rotations": ["R1", "R2", "R4"]}, **_rounded()},
         False,
     ),
-    "SpinQuant R3, W4A16 and cache": (
-        {
-            "SpinQuantModifier": {"rotations": ["R3"]},
-            **_rounded(kv_cache_scheme=_FLOAT8),
-        },
-        True,
+    "SpinQuant R1 R3, W4A16": (
+        {"SpinQuantModifier": {"rotations": ["R1", "R3"]}, **_rounded()},
+        False,
     ),
     "QuIP v, W4A16": ({"QuIPModifier": {"rotations": ["v"]}, **_rounded()}, False),
     "QuIP u v, W4A16": ({"QuIPModifier": {"rotations": ["u", "v"]}, **_rounded()}, False),

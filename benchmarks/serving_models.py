@@ -136,7 +136,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Name → family of transformers, and fields of its configuration; unknown ones do no harm."""
+"""Name → family of transformers, and fields of its configuration, of which it takes its own."""
 _CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM"}
 
 
@@ -151,7 +151,9 @@ def saved(name: str) -> Path:
 def _build(name: str) -> Any:
     """A model whose matrices keep the size of what they are given, and whose norms differ."""
     family, fields = ARCHITECTURES[name]
-    config = getattr(transformers, f"{family}Config")(**fields)
+    kind = getattr(transformers, f"{family}Config")
+    plain = kind()  # vLLM reads fields that transformers leaves alone, such as shared experts
+    config = kind(**{key: value for key, value in fields.items() if hasattr(plain, key)})
     torch.manual_seed(0)
     model = getattr(transformers, _CLASSES.get(family, f"{family}ForCausalLM"))(config).eval()
     with torch.no_grad():

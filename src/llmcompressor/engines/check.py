@@ -8,7 +8,7 @@ import os
 import random
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,7 +37,7 @@ from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.files import open_checkpoint
 from llmcompressor.verification.report import EngineRun, VerificationReport
 from llmcompressor.verification.rules.view import View
-from llmcompressor.verification.scheme import parse_args
+from llmcompressor.verification.scheme import Scheme, parse_args
 from llmcompressor.verification.transformers_model import quiet_transformers
 
 _ROWS = 32
@@ -99,7 +99,7 @@ def verify_with(
         is_trial: take only as many of the first blocks as hold one of each kind.
 
     Returns:
-        The report with the engine's findings (E1 to E8) and figures.
+        The report with the engine's findings (E1 to E9) and figures.
 
     Raises:
         ArgumentError: the engine cannot be imported, or there is no room for the decoded model.
@@ -239,7 +239,9 @@ class _Trial:
             return
         view = self.source.view
         cache = parse_args(view.settings.get("kv_cache_scheme"))
-        tolerance = tolerance_of([scheme for _, scheme in view.coded], cache)
+        schemes = [scheme for _, scheme in view.coded]
+        tolerance = tolerance_of(schemes, cache, is_rounded=bool(answer.rounded))
+        self._tell_rounding(answer, schemes)
         self._compare_modules(answer, decoded, tolerance)
         apart = divergence(answer.outputs, decoded.outputs)
         self.told = replace(self.told, decoded=apart)
@@ -250,6 +252,17 @@ class _Trial:
             )
             self._say("E3", "", said, _ANEW)
         self._compare_original(answer, decoded)
+
+    def _tell_rounding(self, answer: Answer, schemes: Sequence[Scheme]) -> None:
+        """E9: inputs are rounded that no scheme has in 8 bits."""
+        packed = [one for one in schemes if one.weights is not None and one.weights.bits == 4]
+        if answer.rounded and any(one.inputs is None or one.inputs.bits != 8 for one in packed):
+            said = (
+                f"On this processor the engine rounds the inputs of {len(answer.rounded)} modules "
+                "to 8 bits, which is not what their scheme says."
+            )
+            remedy = "Measure the quality on the device that will serve it."
+            self._say("E9", "", said, remedy, Severity.NOTE)
 
     def _write_decoded(self) -> str:
         """Why the decoded model cannot be written; empty if it was."""

@@ -46,8 +46,15 @@ class Tolerance:
     kl: float
 
 
-def tolerance_of(schemes: list[Scheme], cache: Args | None) -> Tolerance:
+def tolerance_of(
+    schemes: list[Scheme], cache: Args | None, *, is_rounded: bool = False
+) -> Tolerance:
     """The tolerance for a checkpoint with these schemes and this scheme of its cache.
+
+    Args:
+        schemes: of its modules.
+        cache: of keys and values.
+        is_rounded: the engine rounds inputs to 8 bits, whatever the schemes are.
 
     >>> tolerance_of([Scheme(Args(4, "int", True, "group", 128))], None)
     Tolerance(module=0.015625, kl=0.02)
@@ -56,6 +63,7 @@ def tolerance_of(schemes: list[Scheme], cache: Args | None) -> Tolerance:
     bits += [one.outputs.bits for one in schemes if one.outputs is not None]
     module = _FEW_BITS if bits and min(bits) < 8 else _FULL_INPUTS
     bits += [cache.bits] if cache is not None else []
+    bits += [8] if is_rounded else []
     if not bits:
         return Tolerance(module, _KL_WEIGHTS)
     return Tolerance(module, _KL_8_BITS if min(bits) >= 8 else _KL_FEW_BITS)

@@ -52,6 +52,7 @@ class Answer:
         amplitudes: module → magnitude of its inputs.
         silent: module that could not be called by itself → why.
         is_late: it was ended, since it took too long.
+        rounded: modules whose inputs the engine's kernel rounds to 8 bits, whatever their scheme is.
     """
 
     stage: str = "importing"
@@ -61,6 +62,7 @@ class Answer:
     amplitudes: Mapping[str, float] = field(default_factory=dict)
     silent: Mapping[str, str] = field(default_factory=dict)
     is_late: bool = False
+    rounded: Sequence[str] = ()
 
     @property
     def is_refusal(self) -> bool:
@@ -170,9 +172,10 @@ def run_job(job: Mapping[str, Any], folder: Path, python: str, timeout: float | 
     try:
         outputs = load_file(folder / "outputs.safetensors")
         amplitudes = {str(name): float(one) for name, one in state["amplitudes"].items()}
+        rounded = [str(name) for name in state.get("rounded") or ()]
     except Exception as error:  # of any kind: what an engine's process writes may be anything
         return _with_error(known, f"what its process wrote cannot be read: {error!r:.200}")
-    return Answer("done", "", known.versions, outputs, amplitudes, known.silent)
+    return Answer("done", "", known.versions, outputs, amplitudes, known.silent, rounded)
 
 
 def _with_error(known: Answer, error: str) -> Answer:

@@ -141,7 +141,7 @@ def _folder(argument: str, given: str | os.PathLike[str]) -> str | os.PathLike[s
 _MOST_SHOWN = 5
 _OF_VALUES = {"S27", "S72"}
 """Rules of servers that are about values: no recipe asks for breaking them."""
-_OF_ENGINES = {f"E{number}" for number in range(1, 9)}
+_OF_ENGINES = {f"E{number}" for number in range(1, 10)}
 """What an engine gave that was asked."""
 _OF_STATES = {"L11"}
 """Rules of what transformers leaves as it is: all else of the checkpoint is read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support.in_process import HERE, answer, run_here
 from llmcompressor import verify
 from llmcompressor.engines import check
 from llmcompressor.engines.check import Engine, verify_with
+from llmcompressor.engines.compare import tolerance_of
 from llmcompressor.engines.process import Answer
 from llmcompressor.entrypoints.verify import verify_written
 from llmcompressor.errors import ArgumentError, CheckpointError
@@ -298,3 +300,25 @@ def test_the_report_is_json(good: Good, tmp_path: Path, monkeypatch: pytest.Monk
     told = json.loads(json.dumps(tried(good("W4A16").write(tmp_path / "model")).as_dict()))
     assert told["verdict"] == "good"
     assert told["engine"]["decoded"]["tokens"] > 100
+
+
+@pytest.mark.parametrize(("base", "is_told"), [("W4A16", True), ("W8A8", False)])
+def test_inputs_that_a_processor_rounds(
+    base: str, is_told: bool, good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM does so with 4-bit integers on some CPUs: a note, and the tolerance of 8-bit inputs."""
+    allowed = []
+
+    def run_job(job: dict[str, Any], *_: Any) -> Answer:
+        return replace(answer(job), rounded=["model.layers.0.mlp.down_proj"])
+
+    def tolerance(*given: Any, **named: Any) -> Any:
+        allowed.append(tolerance_of(*given, **named))
+        return allowed[-1]
+
+    monkeypatch.setattr(check, "run_job", run_job)
+    monkeypatch.setattr(check, "tolerance_of", tolerance)
+    report = tried(good(base).write(tmp_path / "model"))
+    assert rules(report) == (["E9"] if is_told else [])
+    assert report.verdict == "good"
+    assert [one.kl for one in allowed] == [0.1]

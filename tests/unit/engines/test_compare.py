@@ -118,3 +118,13 @@ def test_tolerances(inputs: int | None, cache: int | None, module: float, kl: fl
 
     found = tolerance_of([Scheme(WEIGHTS, args(inputs))], args(cache))
     assert (found.module, found.kl) == (module, kl)
+
+
+def test_inputs_that_an_engine_rounds_by_itself() -> None:
+    """Their roundings are carried on, and a module by itself is as exact as before."""
+    plain, rounded = (
+        tolerance_of([Scheme(WEIGHTS)], None, is_rounded=one) for one in (False, True)
+    )
+    assert rounded == tolerance_of([Scheme(WEIGHTS, Args(8, "int", True, "token"))], None)
+    assert plain.kl < rounded.kl
+    assert plain.module == rounded.module

@@ -27,6 +27,9 @@ _SETTINGS = {
 _SHARE = 0.9
 """Share of the device's free memory that vLLM may take."""
 
+_ROUNDING = ("use_w4a8", "_zentorch_da8w4")
+"""Attributes of modules of 4-bit integers whose kernel on a CPU rounds inputs to 8 bits."""
+
 
 def prepare(job: Mapping[str, Any]) -> dict[str, str]:
     """Import the engine; its version and those of what it computes with."""
@@ -117,6 +120,7 @@ def _modules(model: Any, job: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
     found: dict[str, Tensor] = {}
     used: dict[str, float] = {}
     silent: dict[str, str] = {}
+    rounded: list[str] = []
     for name, module in model.named_modules():
         is_table = isinstance(module, VocabParallelEmbedding)
         is_head = isinstance(module, ParallelLMHead)
@@ -138,6 +142,8 @@ def _modules(model: Any, job: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
                 output = module.quant_method.apply(module, inputs)
                 output = output[:, : module.org_vocab_size] if is_head else output
             found[f"module/{name}"] = output.float().cpu().clone()
+            if any(getattr(module, one, False) for one in _ROUNDING):
+                rounded.append(name)
         except Exception as error:  # vLLM calls some modules in other ways, or not at all
             silent[name] = f"{type(error).__name__}: {error}"[:300]
-    return found, {"amplitudes": used, "silent": silent}
+    return found, {"amplitudes": used, "silent": silent, "rounded": rounded}
