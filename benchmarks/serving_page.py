@@ -99,7 +99,8 @@ def cell(row: Row | None) -> str:
         if row.get("modules"):
             figures.append(f"{row['error']:.4f}")
         word = "equal" if status == "run" else "loaded"
-        return f"{word}: {', '.join(figures)}" + (f" ({told})" if told else "")
+        rounding = "; inputs in 8 bits" if "E9" in row["rules"] else ""
+        return f"{word}: {', '.join(figures)}{rounding}" + (f" ({told})" if told else "")
     if status == "not run":
         return "no kernel"
     if told:
