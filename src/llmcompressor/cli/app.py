@@ -102,6 +102,12 @@ _Gate = Annotated[
     list[str] | None,
     typer.Option(help="A limit to keep, repeatable: kl=0.02, perplexity=1.03, top1=0.9, size=5GB."),
 ]
+_Engine = Annotated[
+    str | None, typer.Option(help="Also run its first blocks in vllm, transformers or sglang.")
+]
+_EnginePython = Annotated[
+    str | None, typer.Option(help="The Python of the engine's environment, if not this one.")
+]
 _GateText = Annotated[str | None, typer.Option(help="Text to measure gates on, as for evaluate.")]
 _GateReference = Annotated[
     str | None, typer.Option(help="The original to compare with, if not MODEL.")
@@ -250,13 +256,8 @@ def _model_free(
     gate: _Gate = None,
     gate_dataset: _GateText = None,
     gate_reference: _GateReference = None,
-    verify_with: Annotated[
-        str | None,
-        typer.Option(help="Also run the first blocks of it in vllm, transformers or sglang."),
-    ] = None,
-    verify_python: Annotated[
-        str | None, typer.Option(help="The Python of the engine's environment, if not this one.")
-    ] = None,
+    verify_with: _Engine = None,
+    verify_python: _EnginePython = None,
     verbose: Verbose = 0,
     debug: Debug = False,
 ) -> None:

@@ -52,7 +52,7 @@ class Answer:
         amplitudes: module → magnitude of its inputs.
         silent: module that could not be called by itself → why.
         is_late: it was ended, since it took too long.
-        rounded: modules whose inputs the engine's kernel rounds to 8 bits, whatever their scheme is.
+        rounded: modules whose inputs the engine rounds to 8 bits, whatever their scheme is.
     """
 
     stage: str = "importing"

@@ -83,15 +83,18 @@ def test_it_is_stopped_after_an_error(demo: ModuleType, tmp_path: Path) -> None:
     assert _is_gone(pid)
 
 
-def test_one_that_ends_is_told_with_its_last_words(demo: ModuleType, tmp_path: Path) -> None:
+def test_one_that_ends_is_told_with_its_last_words(
+    demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     python, _ = _server(tmp_path, dies=True)
     began = time.monotonic()
     with (
-        pytest.raises(SystemExit, match="no kernel"),
+        pytest.raises(SystemExit, match="did not become healthy"),
         demo.served(python, tmp_path, tmp_path / "log"),
     ):
         pass
     assert time.monotonic() - began < demo._START / 2
+    assert "no kernel" in capsys.readouterr().err
 
 
 def test_answers_of_another_model_are_told(demo: ModuleType) -> None:

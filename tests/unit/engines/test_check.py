@@ -14,6 +14,7 @@ import torch
 from tests.support import small_models as small
 from tests.support.checkpoint_samples import Sample
 from tests.support.in_process import HERE, answer, run_here
+from tests.support.small_architectures import build
 
 from llmcompressor import verify
 from llmcompressor.engines import check
@@ -322,3 +323,17 @@ def test_inputs_that_a_processor_rounds(
     assert rules(report) == (["E9"] if is_told else [])
     assert report.verdict == "good"
     assert [one.kl for one in allowed] == [0.1]
+
+
+def test_an_embedding_that_takes_other_arguments(
+    compressed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions of OPT are one: it is left out, and all else is compared."""
+    build("opt").save_pretrained(tmp_path / "opt")
+    recipe = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
+    run_here(monkeypatch)
+    report = tried(compressed(tmp_path / "opt", recipe))
+    assert not rules(report)
+    assert report.engine is not None
+    assert report.engine.status == "run"
+    assert report.engine.modules == 2 * 6 + 2

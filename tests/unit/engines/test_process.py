@@ -169,3 +169,14 @@ def test_an_engine_that_is_not_there(
 def test_an_engine_that_is_there() -> None:
     assert check_engine("transformers", None, None) == sys.executable
     assert os.path.exists(check_engine("transformers", sys.executable, 3.5))
+
+
+def test_what_it_gave_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = state(stage="done", amplitudes={"up": 2.0}, rounded=["up"])
+    code = told + "import torch\nfrom safetensors.torch import save_file\n"
+    code += "save_file({'module/up': torch.ones(2, 3)}, 'outputs.safetensors')\n"
+    answer = asked(code, tmp_path, monkeypatch)
+    assert not answer.error
+    assert answer.amplitudes == {"up": 2.0}
+    assert list(answer.rounded) == ["up"]
+    assert answer.outputs["module/up"].shape == (2, 3)

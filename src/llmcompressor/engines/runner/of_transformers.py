@@ -47,15 +47,19 @@ def run(model: Any, job: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str
         given = torch.tensor([ids], device=device)
         found[f"logits/{number}"] = model(input_ids=given, use_cache=False).logits[0]
     used: dict[str, float] = {}
+    silent: dict[str, str] = {}
     for name, module in model.named_modules() if job["rows"] else ():
         weight = getattr(module, "weight", None)
-        if isinstance(module, torch.nn.Embedding) and weight is not None:
-            ids = chosen_ids(name, job["rows"], module.num_embeddings).to(device)
-            found[f"module/{name}"] = module(ids)
-        elif isinstance(module, torch.nn.Linear) and weight is not None:
-            used[name] = amplitude(name, module, job, [name])
-            inputs = signs(name, job["rows"], module.in_features) * used[name]
-            output = module(inputs.to(device, weight.dtype))
-            bias = module.bias
-            found[f"module/{name}"] = output if bias is None else output.float() - bias.float()
-    return found, {"amplitudes": used}
+        try:
+            if isinstance(module, torch.nn.Embedding) and weight is not None:
+                ids = chosen_ids(name, job["rows"], module.num_embeddings).to(device)
+                found[f"module/{name}"] = module(ids)
+            elif isinstance(module, torch.nn.Linear) and weight is not None:
+                used[name] = amplitude(name, module, job, [name])
+                inputs = signs(name, job["rows"], module.in_features) * used[name]
+                output = module(inputs.to(device, weight.dtype))
+                bias = module.bias
+                found[f"module/{name}"] = output if bias is None else output.float() - bias.float()
+        except Exception as error:  # positions of OPT are no ids: its class takes other arguments
+            silent[name] = f"{type(error).__name__}: {error}"[:300]
+    return found, {"amplitudes": used, "silent": silent}
