@@ -92,6 +92,12 @@ def refused_without_data(model: str, other: str, output: Path) -> str:
     return error_of(oneshot, given, {"modifiers": FP8}, output_dir=output, report=False)
 
 
+def refused_argument(name: str, values: tuple[Any, Any], model: str, output: Path) -> str:
+    """The error of a run in which the second rank has another value of an argument."""
+    given = {name: values[rank_and_world_size()[0]]}
+    return error_of(oneshot, model, {"modifiers": FP8}, output_dir=output, **given)
+
+
 def refused_in_memory(how: str, recipe: dict[str, Any], output: Path | None) -> str:
     """The error of a run of a model object, in which that of the last rank is unlike the others."""
     model, given = llama(), dict[str, Any]()

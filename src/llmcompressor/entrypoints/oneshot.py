@@ -195,6 +195,10 @@ def oneshot(
     return Oneshot(output_dir=output_dir, log_dir=log_dir, **given)()
 
 
+_OF_THE_END = ("gates", "overwrite", "report", "resume", "verify", "verify_with")
+"""Arguments that no identity of a run has, and that the first of several processes acts on."""
+
+
 class Oneshot(Job):
     """A single run of :func:`oneshot`, as an object.
 
@@ -270,6 +274,8 @@ class Oneshot(Job):
         with processes.notify_on_failure(), torch.random.fork_rng(devices=[]):
             processes.check_equal("recipe", self.recipe.yaml())
             processes.check_equal("output_dir", str(self.output_dir))
+            for name in _OF_THE_END:
+                processes.check_equal(name, repr(self._given.get(name)))
             torch.set_rng_state(processes.all_gather("random numbers", torch.get_rng_state())[0])
             with quiet(wanted=not processes.is_first) as warnings:
                 yield

@@ -8,6 +8,7 @@ import multiprocessing
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,20 @@ def test_models_in_memory_are_compared_before_work(
     assert told[0].startswith("ArgumentError")
     assert named in told[0]
     assert f"on rank {count - 1}" in told[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("gates", ({"size": "4GB"}, {"size": "5GB"})), ("overwrite", (True, False))],
+)
+def test_what_the_first_rank_acts_on_at_the_end_is_compared(
+    name: str, values: tuple[Any, Any], groups: dict[int, Group], llama_folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    told = groups[2](rank_faults.refused_argument, name, values, str(llama_folder), output)
+    assert told[0] == told[1]
+    assert f"different values of {name}." in told[0]
     assert not list(tmp_path.iterdir())
 
 
