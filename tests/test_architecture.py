@@ -47,6 +47,7 @@ FLOORS = {
     "pipelines": 7,
     "reporting": 7,
     "modifiers": 8,
+    "budget": 8,
     "planning": 8,
     "training": 8,
     "entrypoints": 9,

@@ -52,6 +52,9 @@ class OneshotKeywords(TypedDict, total=False):
     recipe_args: list[str] | str | dict[str, Any] | None
     clear_sparse_session: bool
     stage: str | None
+    bits: float | None
+    size: str | int | None
+    candidates: list[str] | str | None
     # DatasetArguments
     dataset_config_name: str | None
     dataset_path: str | os.PathLike[str] | None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -17,11 +18,13 @@ from llmcompressor.args.checks import (
     argument,
     boolean,
     invalid_value,
+    number,
     one_of,
     optional,
     path,
     size,
     string,
+    strings,
 )
 from llmcompressor.args.gates import parse_gates
 from llmcompressor.errors import ArgumentError
@@ -168,6 +171,37 @@ class RecipeArguments(CheckedFields):
     )
     clear_sparse_session: bool = argument("Reset the session when done.", boolean, default=False)
     stage: str | None = argument("Run only this stage of the recipe.", optional(string))
+    bits: float | None = argument(
+        "Without a recipe: GPTQ with so many bits a weight, in schemes that are chosen for it.",
+        optional(number(1.0, 16.0)),
+    )
+    size: str | int | None = argument(
+        "The same with a size of the weight files, such as 5.5GB.", optional(size)
+    )
+    candidates: list[str] | str | None = argument(
+        "The schemes to choose from; W4A16 and W8A16 by default.", optional(strings)
+    )
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("bits", "size") if getattr(self, name) is not None]
+        if self.recipe is not None and (given or self.candidates is not None):
+            name = (given or ["candidates"])[0]
+            raise ArgumentError(
+                f"The argument {name!r} stands for a recipe, and a recipe was given too.",
+                "Leave one of them out; a modifier of a recipe has the field budget.",
+            )
+        if len(given) != 1 and (given or self.candidates is not None):
+            raise ArgumentError(
+                f"Of the arguments 'bits' and 'size' {'both were' if given else 'none was'} given"
+                f"{'.' if given else ', and candidates are chosen by one of them.'}",
+                "Give one of them.",
+            )
+        if given:
+            fields: dict[str, Any] = {"targets": "Linear", "ignore": ["re:.*lm_head$"]}
+            fields["budget"] = {given[0]: getattr(self, given[0])}
+            if self.candidates is not None:
+                fields["candidates"] = self.candidates
+            self.recipe = json.dumps({"modifiers": {"GPTQModifier": fields}})
 
 
 # --------------------

@@ -218,7 +218,9 @@ _MODEL = parameter("model", Model, default=inspect.Parameter.empty)
 _VERBOSE = parameter("verbose", Verbose, default=0)
 _DEBUG = parameter("debug", Debug, default=False)
 _MODEL_OPTIONS = option_parameters(ModelArguments, panel="Model", skip=["model"])
-_RECIPE_OPTIONS = option_parameters(RecipeArguments, panel="Recipe", required=["recipe"])
+_RECIPE_OPTIONS = option_parameters(RecipeArguments, panel="Recipe")
+_BUDGET = ("bits", "size", "candidates")
+"""Fields that stand for a recipe of oneshot."""
 
 
 def _signed(
@@ -248,7 +250,7 @@ def _signed(
 def oneshot_command(*, debug: bool, verbose: int, **given: Any) -> None:
     """Compress MODEL by a recipe and write the result."""
     with report_errors(debug=debug, resumable=True):
-        call = call_arguments(given, *_ARGUMENTS)
+        call = _with_recipe(call_arguments(given, *_ARGUMENTS))
         if call.pop("dry_run", False):
             _show_plan(call, verbose)
             return
@@ -258,7 +260,7 @@ def oneshot_command(*, debug: bool, verbose: int, **given: Any) -> None:
 @_signed(
     _MODEL,
     _output("Folder to write; must be new."),
-    *option_parameters(RecipeArguments, panel="Recipe"),
+    *option_parameters(RecipeArguments, panel="Recipe", skip=_BUDGET),
     *option_parameters(DatasetArguments, panel="Training data", skip=[*OF_CALIBRATION, *OPTIONS]),
     *_training_parameters(),
     *_MODEL_OPTIONS,
@@ -280,7 +282,9 @@ def train_command(*, debug: bool, verbose: int, **given: Any) -> None:
 @_signed(
     _MODEL,
     _output("Folder for the stages' folders; new, or that of the same run."),
-    *option_parameters(RecipeArguments, panel="Recipe", required=["recipe"], skip=["stage"]),
+    *option_parameters(
+        RecipeArguments, panel="Recipe", required=["recipe"], skip=["stage", *_BUDGET]
+    ),
     *option_parameters(DatasetArguments, panel="Data and pipeline", skip=[*OPTIONS]),
     *_training_parameters(skip=["resume_from_checkpoint"]),
     *_MODEL_OPTIONS,
@@ -338,7 +342,7 @@ def plan_command(
     """
     with report_errors(debug=debug):
         deployment = {name: given.pop(name) or None for name in ("serve", "tp", "gpu")}
-        call = call_arguments(given, *_ARGUMENTS)
+        call = _with_recipe(call_arguments(given, *_ARGUMENTS))
         _show_plan({**call, **deployment}, verbose, as_json=as_json, measure=not no_measure)
 
 
@@ -355,6 +359,17 @@ def _show_plan(
         resolve("llmcompressor.planning.result:print_plan")(found)
     if not found.ok:
         raise typer.Exit(1)
+
+
+def _with_recipe(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the call, which has a recipe or what stands for one.
+
+    Raises:
+        typer.BadParameter: it has neither.
+    """
+    if not {"recipe", "bits", "size"} & call.keys():
+        raise typer.BadParameter("give a recipe, or --bits or --size.", param_hint="--recipe")
+    return call
 
 
 def _with_roles(call: dict[str, Any]) -> dict[str, Any]:

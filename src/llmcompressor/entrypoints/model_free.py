@@ -85,6 +85,8 @@ def model_free_ptq(
     converter: Any = None,
     *,
     config: QuantizationConfig | Mapping[str, Any] | None = None,
+    budget: Mapping[str, Any] | None = None,
+    candidates: Sequence[Any] | None = None,
     resume: str = "auto",
     max_memory: Any = None,
     verify: bool = True,
@@ -121,6 +123,10 @@ def model_free_ptq(
             The converted checkpoint needs temporary disk space next to the output.
         config: several schemes instead of ``scheme``: a ``QuantizationConfig``, the same as a
             mapping, or a mapping from names of groups to schemes.
+        budget: a limit instead of ``scheme``: ``{"bits": 4.25}`` for each weight, or
+            ``{"size": "5.5GB"}`` of the weight files. Modules get the candidates with which the
+            squared error of all weights is least.
+        candidates: the schemes to choose from; by default W4A16 and W8A16.
         resume: ``"auto"`` continues an interrupted run, ``"never"`` discards its progress,
             ``"must"`` refuses to begin without one, ``"mixed"`` continues it also on another kind
             of processor.
@@ -153,41 +159,62 @@ def model_free_ptq(
     with launched_group(), together("model_free_ptq") as processes:
         _check_workers(max_workers)
         converters = parse_converters(converter)
-        fields = _fields(scheme, config, () if ignore is None else ignore)
+        fields = _fields(scheme, config, budget, () if ignore is None else ignore)
+        if budget is not None or candidates is not None:
+            fields["candidates"] = candidates
         modifier = QuantizationModifier(**fields)
-        resolved = modifier.resolve_quantization_config()
-        _check_needs_no_data(modifier, resolved)
+        plain = _without_budget(modifier)
+        for one in plain:
+            _check_needs_no_data(one, one.resolve_quantization_config())
         chosen = _device(device)
         limits = {"resume": resume, "max_memory": max_memory, "verify": verify, "report": report}
         limits |= {"verify_with": verify_with, "verify_python": verify_python}
         gated = {"gates": gates, "gate_dataset": gate_dataset, "gate_reference": gate_reference}
-        given = {"model": path("model_stub", model_stub), "recipe": modifier, "device": chosen}
+        given = {"model": path("model_stub", model_stub), "recipe": plain[0], "device": chosen}
         target = as_path("save_directory", save_directory)
         job = Job(target, None, overwrite=overwrite, **given, **limits, **gated)
         assert job.output_dir is not None
         what = {"model": job.place, "scheme": scheme, "ignore": ignore, "config": config, **gated}
+        what |= {"budget": budget, "candidates": candidates} if budget is not None else {}
         what |= {"device": chosen, "converter": converter, "gates": job.gates or None}
         job.call = call_record("model_free_ptq", what)
-        processes.check_equal("recipe", job.recipe.yaml())
+        processes.check_equal(
+            "recipe", Recipe.from_modifiers(QuantizationModifier(**fields)).yaml()
+        )
         processes.check_equal("save_directory", str(job.output_dir))
         with first_before_others(processes, "source"):
             source = _inspect(os.fspath(model_stub), is_verified=verify)
         tell_remarks(source)
-        with (
-            told_run(),
-            converted_checkpoint(
-                source,
-                converters,
-                job.output_dir,
-                device=chosen,
-                workers=max_workers,
-                processes=processes,
-            ) as converted,
-        ):
-            _quantize(job, processes, converted, fields, resolved)
-            if processes.is_first:
-                tell_summary(job.output_dir)
+        _convert(job, processes, source, converters, fields, max_workers)
     return job.output_dir
+
+
+def _convert(
+    job: Job,
+    processes: Processes,
+    source: SourceInfo,
+    converters: Sequence[Any],
+    fields: dict[str, Any],
+    workers: int,
+) -> None:
+    """Convert the checkpoint, if that is asked for, and quantize it."""
+    assert job.output_dir is not None
+    resolved = QuantizationModifier(**fields).resolve_quantization_config()
+    device = job.model_args.device
+    with (
+        told_run(),
+        converted_checkpoint(
+            source,
+            converters,
+            job.output_dir,
+            device=device,
+            workers=workers,
+            processes=processes,
+        ) as converted,
+    ):
+        _quantize(job, processes, converted, fields, resolved)
+        if processes.is_first:
+            tell_summary(job.output_dir)
 
 
 @float32_by_default()
@@ -243,13 +270,14 @@ def _device(given: Any) -> str | None:
     return str(devices[0])
 
 
-def _fields(scheme: Any, config: Any, ignore: str | Iterable[str]) -> dict[str, Any]:
+def _fields(scheme: Any, config: Any, budget: Any, ignore: str | Iterable[str]) -> dict[str, Any]:
     """Fields of the QuantizationModifier for the arguments."""
-    if (scheme is None) == (config is None):
-        given = "Neither of them was" if scheme is None else "Both were"
+    count = sum(one is not None for one in (scheme, config, budget))
+    if count != 1:
+        given = "None of them was" if count == 0 else "Several were"
         raise ArgumentError(
-            f"One of 'scheme' and 'config' says how to quantize. {given} given.",
-            'Give a preset, scheme="FP8_DYNAMIC", or several groups in config.',
+            f"One of 'scheme', 'config' and 'budget' says how to quantize. {given} given.",
+            'Give a preset, scheme="FP8_DYNAMIC", several groups in config, or a budget.',
         )
     if not isinstance(ignore, str | Iterable):
         raise invalid_value("ignore", ignore, "names, 're:' patterns or class names in a list")
@@ -258,6 +286,8 @@ def _fields(scheme: Any, config: Any, ignore: str | Iterable[str]) -> dict[str, 
         return {"config_groups": {"group_0": _with_default_targets(scheme)}, "ignore": ignored}
     if scheme is not None:
         return {"scheme": scheme, "targets": _LINEAR, "ignore": ignored}
+    if budget is not None:
+        return {"budget": budget, "targets": _LINEAR, "ignore": ignored}
     groups, more = _groups(config)
     return {"config_groups": groups, "ignore": list(dict.fromkeys([*ignored, *more]))}
 
@@ -291,6 +321,15 @@ def _with_default_targets(group: Any) -> Any:
     if isinstance(group, Mapping) and not group.get("targets"):
         return {**group, "targets": _LINEAR}
     return group
+
+
+def _without_budget(modifier: QuantizationModifier) -> list[QuantizationModifier]:
+    """The modifier, or one for each candidate of its budget."""
+    if modifier.budget is None:
+        return [modifier]
+    fields = {"targets": modifier.targets, "ignore": modifier.ignore}
+    given = (one.given for one in modifier.resolve_candidates())
+    return [QuantizationModifier(scheme=one, **fields) for one in given]
 
 
 def _check_needs_no_data(modifier: QuantizationModifier, resolved: ResolvedSchemes) -> None:

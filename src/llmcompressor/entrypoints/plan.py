@@ -5,18 +5,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from llmcompressor.args.parsing import told_by_name
+from llmcompressor.budget.options import BudgetOptions, OptionFinder, Writing, budgeted
+from llmcompressor.budget.search import allowance_of, choose, curve_of
+from llmcompressor.budget.sensitivity import measure_losses
 from llmcompressor.checkpoint.block_reader import BlockWeights
+from llmcompressor.checkpoint.moe_names import dense_experts_fused
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.arguments import Job, parse_device
+from llmcompressor.entrypoints.budget import with_choice
 from llmcompressor.entrypoints.gates import check_size
-from llmcompressor.entrypoints.run import SHARE_FOR_WEIGHTS, MemoryLimits, whole_model_reason
+from llmcompressor.entrypoints.run import (
+    SHARE_FOR_WEIGHTS,
+    MemoryLimits,
+    build_streamable,
+    streamed_blocks,
+    whole_model_reason,
+)
+from llmcompressor.entrypoints.verify import check_servable, is_meant_unservable
 from llmcompressor.errors import ArgumentError, InputError, TargetError
 from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.blocks import find_blocks
@@ -24,11 +38,13 @@ from llmcompressor.numerics.products import float32_by_default
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.planning.make import RECIPE, Request, make_plan, problem_of
 from llmcompressor.planning.ranks import Layout
-from llmcompressor.planning.result import Plan, Problem, Rates, Tokens
+from llmcompressor.planning.result import BudgetPoint, Plan, Problem, Rates, Tokens
 from llmcompressor.planning.subject import PlannedModel, open_planned_model
+from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe
 from llmcompressor.runtime.memory import free_device_memory
 from llmcompressor.runtime.registry import gc_relaxed
+from llmcompressor.schemes.parse import parse_names
 from llmcompressor.verification import Deployment
 from llmcompressor.verification.facts import DEFAULT_TP
 
@@ -60,7 +76,9 @@ def plan(
     """Predict what ``oneshot`` would do, need and write with the same arguments.
 
     Only configurations and the headers of weight files are read, so that it takes seconds for a
-    model of any size. Nothing is written except a small file to measure the speed of the disk.
+    model of any size. With a budget and data, the run's search for its schemes is made as well,
+    which reads the weights twice. Nothing is written except a small file to measure the speed of
+    the disk.
 
     Args:
         model: as for ``oneshot``; the weight files of a folder may end after their headers.
@@ -70,8 +88,8 @@ def plan(
         serve: the server whose rules are checked, as for ``verify``; all by default.
         tp: the size of tensor parallelism to serve with, or several.
         gpu: the device to serve on, such as ``"sm90"`` or ``"h100"``.
-        measure: measure this machine for about a second, to estimate the time; or the
-            :class:`.Rates` of another machine.
+        measure: measure this machine for about a second, to estimate the time, and the losses of
+            a budget's candidates; or the :class:`.Rates` of another machine.
         ranks: the number of processes to plan for, each with a device of its own.
         nodes: the number of machines that they are on, as many on each.
         link_speed: gigabytes (10⁹) per second of a rank to others of its node, each way; by default
@@ -121,6 +139,7 @@ def plan_from_arguments(
     job = _DraftJob(**arguments)
     with gc_relaxed():
         subject = _subject(job)
+    curve = _plan_budget(job, subject, measure=measure is not False)
     tokens, batches, batch_samples = _count_data(job, subject.model)
     device = _device(job, subject)
     limits = MemoryLimits(job.run_args.max_memory)
@@ -155,7 +174,8 @@ def plan_from_arguments(
         check_size(job.gates, 0 if found.sizes is None else found.sizes.weights)
     except ArgumentError as error:
         problems.append(problem_of("gates", error))
-    return replace(found, notes=[*job.notes, *found.notes], problems=problems)
+    notes = [*job.notes, *found.notes]
+    return replace(found, notes=notes, problems=problems, budget=curve)
 
 
 def _subject(job: _DraftJob) -> PlannedModel:
@@ -163,6 +183,88 @@ def _subject(job: _DraftJob) -> PlannedModel:
     with job.recording_problems(RECIPE, TargetError):
         return open_planned_model(job.model_args, job.recipe.modifiers)
     return open_planned_model(job.model_args)
+
+
+# --------------------
+# The budget of a recipe: what it could choose, and what it will choose.
+
+
+def _plan_budget(job: _DraftJob, subject: PlannedModel, *, measure: bool) -> list[BudgetPoint]:
+    """Put the schemes of the recipe's budget into the recipe, and return the points of its curve.
+
+    They are those of the run where data is given; otherwise any that use the budget up.
+    """
+    with job.recording_problems(RECIPE):
+        modifier = budgeted(job.recipe.modifiers)
+        if modifier is None:
+            return []
+        streamed = _is_streamed(job, subject)
+        structure = nullcontext if streamed else partial(dense_experts_fused, subject.model)
+        is_meant = not job.run_args.verify or is_meant_unservable(job.recipe.modifiers)
+        writing = Writing(
+            subject.headers,
+            subject.directory,
+            structure,
+            job.model_args.save_compressed,
+            partial(check_servable, is_meant=is_meant),
+        )
+        finder = OptionFinder(subject.model, job.recipe.modifiers, modifier, writing)
+        options = finder()
+        allowance = allowance_of(finder, options)
+        allowance.limit()
+        losses = _budget_losses(job, subject, options) if measure else None
+        chosen = choose(finder, allowance, losses)
+        if losses is None:
+            job.notes.append(
+                "The schemes of the budget are found when the run begins. Which modules get them "
+                "is not known before; the plan is that of any choice that uses the budget up."
+            )
+        job.recipe = with_choice(job.recipe, modifier, options, chosen.places)
+        points = {one.size: one for one in (*curve_of(finder, allowance, losses), chosen)}
+        return [
+            BudgetPoint(one.bits, one.size, one.loss, one.counts, is_chosen=one is chosen)
+            for _, one in sorted(points.items())
+        ]
+    job.recipe = _with_first_candidates(job.recipe)
+    return []
+
+
+def _with_first_candidates(recipe: Recipe) -> Recipe:
+    """The recipe with a scheme in the place of a budget that was refused, so that it is planned."""
+
+    def plain(one: Modifier) -> Modifier:
+        if not isinstance(one, QuantizationMixin) or one.budget is None:
+            return one
+        first = next(iter(one.resolve_candidates()))
+        return one.with_choice({first: parse_names(one.targets, "targets")})
+
+    stages = [replace(each, modifiers=tuple(map(plain, each.modifiers))) for each in recipe.stages]
+    return Recipe(stages, args=recipe.args)
+
+
+def _budget_losses(
+    job: _DraftJob, subject: PlannedModel, options: BudgetOptions
+) -> list[list[float]] | None:
+    """The losses of a budget's candidates; ``None`` without data, or without weights."""
+    data = job.dataset_args.dataset
+    blueprint, is_lasting = subject.blueprint, not isinstance(data, Iterator)
+    if not job.has_data or not is_lasting or blueprint is None or subject.is_hollow:
+        return None
+    again = build_streamable(job, blueprint.source)  # the plan's own stays without weights
+    if again is None:
+        return None
+    with streamed_blocks(job, again) as blocks:
+        blocks.load(check=False, tied=job.model_args.tie_word_embeddings)
+        blocks.update(blocks.model)
+        batches = list(job.load_data(blocks.model, job.load_processor(), job.open_data()))
+        return measure_losses(
+            blocks.model,
+            options,
+            batches,
+            source=blocks,
+            budget=job.dataset_args.activation_budget,
+            use_loss_mask=job.dataset_args.use_loss_mask,
+        )
 
 
 class _DraftJob(Job):

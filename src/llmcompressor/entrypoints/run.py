@@ -74,6 +74,7 @@ from llmcompressor.entrypoints.arguments import (
     compression_report,
     parse_device,
 )
+from llmcompressor.entrypoints.budget import BUDGET, SettledBudget, settle_budget
 from llmcompressor.entrypoints.fingerprints import (
     fingerprint_of,
     model_fingerprint,
@@ -451,7 +452,7 @@ def run(job: Job, data: Source | None) -> Module:
 def _opened(job: Job) -> Iterator[Blocks]:
     """Open the model: block by block where the run allows it, else as a whole."""
     source = streamable_source(job)
-    blueprint = None if source is None else _build_streamable(job, source)
+    blueprint = None if source is None else build_streamable(job, source)
     if blueprint is not None:
         with streamed_blocks(job, blueprint) as blocks:
             yield blocks
@@ -578,7 +579,7 @@ def _warn_in_memory(reason: str) -> None:
     )
 
 
-def _build_streamable(job: Job, source: SourceInfo) -> MetaModel | None:
+def build_streamable(job: Job, source: SourceInfo) -> MetaModel | None:
     """Build the model without weights, with experts unfused; ``None`` if they cannot be."""
     args, modifiers = job.model_args, job.recipe.modifiers
     blueprint = build_meta_model(
@@ -685,6 +686,7 @@ class _Run:
         self._known: RunIdentity | None = None
         self._began_with: Mapping[str, Any] = {}
         self._gates: Gates | None = None
+        self._budget: SettledBudget | None = None
 
     def __call__(self) -> Module:
         """Load, check, compress, write and publish."""
@@ -697,6 +699,14 @@ class _Run:
             self._check_alike(blocks.model)
             self._began_with = fingerprint_of(job.model_args.model, blocks.model, job.source)
         blocks.load(check=self._batches is not None, tied=job.model_args.tie_word_embeddings)
+        self._budget = settle_budget(
+            job,
+            blocks,
+            self._batches,
+            self._identity_before(),
+            ranks=session.state.run.ranks,
+            device_memory=session.state.run.device_memory,
+        )
         going_on = session.initialize(
             model=blocks.model,
             start=-1,
@@ -855,14 +865,28 @@ class _Run:
         count = self._job.processes.count if shared else 1
         return run_record(self._known, self._job.call, ranks=count, source=self._began_with)
 
+    def _identity_before(self) -> RunIdentity:
+        """The identity of the run with the recipe as it was given, budget included."""
+        job, blocks = self._job, self._blocks
+        dtype = getattr(blocks.model, "dtype", torch.float32)
+        if isinstance(blocks, ResidentBlocks):
+            return self._identity_of(None, dtype, blocks.device, job.recipe.yaml())
+        found = self._identity_of(blocks.source, blocks.dtype, blocks.device, job.recipe.yaml())
+        found["weights"] = blocks.weights.fingerprint
+        return found
+
     def _identity_of(
-        self, source: SourceInfo | None, dtype: torch.dtype, device: torch.device
+        self,
+        source: SourceInfo | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        recipe: str | None = None,
     ) -> RunIdentity:
         job = self._job
         processor = job.model_args.processor
         found = run_identity(
             source,
-            recipe=self._session.get_serialized_recipe(),
+            recipe=recipe or self._session.get_serialized_recipe(),
             batches=self._batches,
             dataset_args=job.dataset_args,
             dtype=dtype,
@@ -890,5 +914,7 @@ class _Run:
         if registered:
             found["registered"] = registered
         found["weights"] = blocks.weights.fingerprint
+        if self._budget is not None:
+            found[BUDGET] = self._budget.as_json()
         self._known = found
         return found

@@ -113,6 +113,25 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class BudgetPoint:
+    """The best choice of schemes for one size.
+
+    Attributes:
+        bits: bits for each weight of the modules that are quantized, with their scales.
+        bytes: of the weight files.
+        loss: expected rise of the loss of a token, in nats; ``None`` if it was not measured.
+        counts: candidate → number of sets of modules that get it.
+        is_chosen: it is the choice for the budget.
+    """
+
+    bits: float
+    bytes: int
+    loss: float | None
+    counts: Mapping[str, int]
+    is_chosen: bool = False
+
+
+@dataclass(frozen=True)
 class Phase:
     """The demands of one phase of the run.
 
@@ -361,6 +380,7 @@ class Plan:
         time: estimated time of the run, by one rank.
         ranks: the run on several ranks; ``None`` for one.
         notes: further remarks.
+        budget: the choices that the recipe's budget could make, by rising size.
     """
 
     model: str
@@ -385,6 +405,7 @@ class Plan:
     time: Estimate | None = None
     ranks: RankPlan | None = None
     notes: Sequence[str] = ()
+    budget: Sequence[BudgetPoint] = ()
 
     @property
     def ok(self) -> bool:
@@ -452,6 +473,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     _print(console, f"{title}, {plan.blocks} blocks")
     _print_matches(plan, console)
     _print_bytes(plan, console)
+    _print_budget(plan, console)
     _print_run(plan, console)
     _print_phases(plan, console)
     if plan.ranks is not None:
@@ -535,6 +557,20 @@ def _print_bytes(plan: Plan, console: Console) -> None:
     console.print(table)
     ratio = f", {sizes.ratio:.2f} times smaller" if sizes.weights else ""
     _print(console, f"Weights: {sizes.weights:,} bytes exactly{ratio}.")
+
+
+def _print_budget(plan: Plan, console: Console) -> None:
+    if not plan.budget:
+        return
+    names = list(plan.budget[0].counts)
+    headings = ("Bits", "Weight files", "Expected loss", *names, "")
+    table = _table("What a budget buys: sets of modules by scheme", *headings, left=())
+    for one in plan.budget:
+        loss = "" if one.loss is None else f"{one.loss:.4g}"
+        counts = (str(one.counts[name]) for name in names)
+        told = "the budget" if one.is_chosen else ""
+        table.add_row(f"{one.bits:.4f}", f"{one.bytes:,}", loss, *counts, told)
+    console.print(table)
 
 
 def _print_run(plan: Plan, console: Console) -> None:

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -78,6 +78,7 @@ from llmcompressor.runtime.progress import join_names, progress
 from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.attention import CACHED_ATTENTION
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
+from llmcompressor.schemes.budget import Candidate, parse_budget, parse_candidates
 from llmcompressor.schemes.checks import check_schemes, warn_mixed_fused_sets
 from llmcompressor.schemes.presets import format_of
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
@@ -88,7 +89,7 @@ _SEARCHED = 12
 """Looks at an input, for its extremes, and for a histogram or the like."""
 
 
-SAYING_HOW = ("scheme", "config_groups", "kv_cache_scheme")
+SAYING_HOW = ("scheme", "config_groups", "kv_cache_scheme", "budget")
 """The fields one of which says how to quantize."""
 
 
@@ -106,6 +107,7 @@ _ASKING = (
     "allow_unmatched",
 )
 """The fields that schemes are resolved from."""
+_OF_BUDGET = ("budget", "candidates")
 
 
 class QuantizationMixin(Modifier):
@@ -118,6 +120,11 @@ class QuantizationMixin(Modifier):
         ignore: modules to exclude; it overrides every target.
         scheme: a preset (``"W4A16"``), or presets with their targets.
         kv_cache_scheme: how keys and values are stored during generation.
+        budget: in place of a scheme, the ``bits`` for each weight or the ``size`` of the weight
+            files; before the run each module gets one of the candidates, so that the expected
+            loss is least. ``samples`` is the number of samples whose gradients are used.
+        candidates: the schemes to choose from: presets, or fields of schemes. By default W4A16 and
+            W8A16.
         weight_observer: the observer that finds the ranges of weights.
         input_observer: the same for inputs with static scales.
         output_observer: the same for outputs.
@@ -130,6 +137,8 @@ class QuantizationMixin(Modifier):
 
     rules: ClassVar[RecipeRules] = RecipeRules(changes_weights=True)
     leaves_modules: ClassVar[bool] = False
+    compensates: ClassVar[bool] = False
+    """Later columns of a weight make up for the rounding of earlier ones."""
     _also_asking: ClassVar[tuple[str, ...]] = ()
     """Further fields that a technique's schemes depend on."""
 
@@ -139,6 +148,8 @@ class QuantizationMixin(Modifier):
     ignore: str | list[str] = Field(default_factory=list)
     scheme: Any = None
     kv_cache_scheme: Any = None
+    budget: Any = None
+    candidates: Any = None
     weight_observer: str | None = None
     input_observer: str | None = None
     output_observer: str | None = None
@@ -185,7 +196,7 @@ class QuantizationMixin(Modifier):
         Raises:
             RecipeError: the fields contradict each other, or one of them is wrong.
         """
-        asked = {name: getattr(self, name) for name in (*_ASKING, *self._also_asking)}
+        asked = {name: getattr(self, name) for name in (*_ASKING, *_OF_BUDGET, *self._also_asking)}
         if self._resolved is None or asked != self._resolved_from:
             self._resolved = self._resolve()
             self._resolved_from = copy.deepcopy(asked)
@@ -203,7 +214,46 @@ class QuantizationMixin(Modifier):
         return set(self.resolved_config.targets)
 
     def _resolve(self) -> ResolvedSchemes:
-        return resolve_schemes(**{name: getattr(self, name) for name in _ASKING})
+        if self.budget is None and self.candidates is None:
+            return resolve_schemes(**{name: getattr(self, name) for name in _ASKING})
+        if self.budget is None:
+            raise RecipeError(
+                "candidates are given without a budget to choose from them by.",
+                "Give budget: {bits: 4.25}, or one of them as scheme.",
+            )
+        parse_budget(self.budget)
+        for name in ("scheme", "config_groups"):
+            if getattr(self, name) is not None:
+                raise RecipeError(
+                    f"{name} and budget are both set.",
+                    "Keep one: with a budget the schemes are chosen from candidates.",
+                )
+        return next(iter(self.resolve_candidates().values()))  # the first stands for all
+
+    def resolve_candidates(self) -> dict[Candidate, ResolvedSchemes]:
+        """The schemes of each candidate of the budget, as if it were the only one.
+
+        Raises:
+            RecipeError: a candidate is wrong, or contradicts another field.
+        """
+        fields = {name: getattr(self, name) for name in _ASKING if name != "scheme"}
+        every = parse_candidates(self.candidates)
+        return {one: resolve_schemes(scheme=one.given, **fields) for one in every}
+
+    def with_choice(self, groups: Mapping[Candidate, Sequence[str]]) -> Self:
+        """A new modifier with the schemes that were chosen in the place of the budget.
+
+        Args:
+            groups: candidate → the targets that get it.
+        """
+        fields = {name: getattr(self, name) for name in self.model_fields_set}
+        kept = {name: one for name, one in fields.items() if name not in (*_OF_BUDGET, "targets")}
+        chosen = {
+            one.given if isinstance(one.given, str) else f"group_{place}": one.group(targets)
+            for place, (one, targets) in enumerate(groups.items())
+            if targets
+        }
+        return type(self)(**{**kept, "config_groups": chosen})
 
     def _with_observers(self) -> ResolvedSchemes:
         """The resolved schemes, after a check of their observers, which may be registered late."""
@@ -223,6 +273,8 @@ class QuantizationMixin(Modifier):
 
         False once all modules were left to a later modifier.
         """
+        if self.budget is not None:
+            return True
         if self._was_left and not self._schemes and not self._attention:
             return False
         resolved = self._with_observers()
@@ -278,6 +330,12 @@ class QuantizationMixin(Modifier):
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Match modules, run all checks, and attach the schemes to the modules."""
+        if self.budget is not None:
+            raise RecipeError(
+                f"The budget of {type(self).__name__} says nothing yet: oneshot finds the schemes "
+                "for it before it begins, and nothing else does.",
+                "Use oneshot, or the config_groups of the recipe.yaml that it has written.",
+            )
         model, resolved = state.model, self._with_observers()
         check_targets(
             model, resolved.targets, resolved.ignore, allow_unmatched=self.allow_unmatched

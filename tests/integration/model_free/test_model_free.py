@@ -440,8 +440,8 @@ def test_blocks_that_reach_beyond_a_matrix_are_converted(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({}, "Neither of them was given"),
-        ({"scheme": "W4A16", "config": {"W4A16": ["Linear"]}}, "Both were given"),
+        ({}, "None of them was given"),
+        ({"scheme": "W4A16", "config": {"W4A16": ["Linear"]}}, "Several were given"),
         ({"scheme": "W4A17"}, "W4A16"),
         ({"scheme": "FP8"}, "calibration data"),
         ({"scheme": "NVFP4"}, "calibration data"),

@@ -121,6 +121,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         },
     )
     _also_asking: ClassVar[tuple[str, ...]] = ("actorder",)
+    compensates: ClassVar[bool] = True
 
     block_size: int = Field(default=128, ge=1)
     dampening_frac: DampeningFraction = DEFAULT_DAMPENING

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of a scheme for each set of modules, within a budget."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmcompressor.budget.options import BudgetOptions, OptionFinder
+from llmcompressor.errors import RecipeError
+from llmcompressor.logger import logger
+from llmcompressor.numerics.allocation import Choice, choose_options, size_range
+from llmcompressor.runtime.progress import format_bytes
+
+_TRIES = 8
+_POINTS = 9
+_BITS = 8
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """The best choice for one size.
+
+    Attributes:
+        bits: bits for each weight of the modules that are quantized, with their scales.
+        size: bytes of the weight files.
+        loss: the expected rise of the loss of a token, in nats; ``None`` if not measured.
+        counts: candidate → number of sets that get it.
+        places: the place of the candidate of each set.
+    """
+
+    bits: float
+    size: int
+    loss: float | None
+    counts: Mapping[str, int]
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """A budget in bytes of the modules that are quantized.
+
+    Attributes:
+        options: what there is to choose from.
+        beside: bytes of the weight files besides these modules.
+        dense: bytes of the weights of these modules as they are.
+    """
+
+    options: BudgetOptions
+    beside: int
+    dense: int
+
+    def bits(self, size: int) -> float:
+        """Bits for each weight, of bytes."""
+        return size * _BITS / self.options.weights
+
+    def limit(self) -> int:
+        """The bytes that the modules may take, at most those of the largest candidates.
+
+        Raises:
+            RecipeError: the budget is below what the candidates allow, or above the unquantized
+                model.
+        """
+        options, budget = self.options, self.options.budget
+        least, most = size_range(options.sizes)
+        is_size = budget.kind == "size"
+        limit = (
+            int(budget.limit) - self.beside
+            if is_size
+            else int(budget.limit * options.weights / _BITS)
+        )
+        names = ", ".join(one.name for one in options.candidates)
+        reach = f"{self._shown(least)} to {self._shown(most)}"
+        if limit < least:
+            raise RecipeError(
+                f"The budget of {self._given()} is below what its candidates ({names}) allow, "
+                f"which is {reach}.",
+                "Give a larger budget, or candidates of fewer bits.",
+            )
+        if limit >= self.dense:
+            raise RecipeError(
+                f"The budget of {self._given()} is no less than the model takes unquantized, "
+                f"{self._shown(self.dense)}.",
+                f"Give a budget within what the candidates ({names}) allow, {reach}.",
+            )
+        if limit > most:
+            logger.warning(
+                f"The budget of {self._given()} is above what its candidates ({names}) can use, "
+                f"which is {reach}: all modules get the largest."
+            )
+        return min(limit, most)
+
+    def _given(self) -> str:
+        budget = self.options.budget
+        return (
+            f"{budget.limit:g} bits" if budget.kind == "bits" else format_bytes(int(budget.limit))
+        )
+
+    def _shown(self, size: int) -> str:
+        if self.options.budget.kind == "bits":
+            return f"{self.bits(size):.4f} bits"
+        return f"{size + self.beside:,} bytes"
+
+
+def allowance_of(finder: OptionFinder, options: BudgetOptions) -> Allowance:
+    """The bytes that lie beside the modules of a budget, the files' headers among them."""
+    first = finder.file_bytes(options.scheme_by_module([0] * len(options.sets)))
+    return Allowance(
+        options, first - sum(one[0] for one in options.sizes), finder.dense_bytes(options)
+    )
+
+
+def choose(
+    finder: OptionFinder, allowance: Allowance, losses: Sequence[Sequence[float]] | None
+) -> CurvePoint:
+    """Choose the candidates of least loss that keep the budget, to the byte.
+
+    Args:
+        finder: predicts the bytes of a choice.
+        allowance: the budget.
+        losses: of each set and candidate; ``None``: all that fits is used.
+
+    Raises:
+        RecipeError: the budget cannot be kept.
+    """
+    options, limit = allowance.options, allowance.limit()
+    for _ in range(_TRIES):
+        found = choose_options(options.sizes, losses or largest_first(options), limit)
+        if found is None:
+            break
+        point = point_of(finder, allowance, found, is_measured=losses is not None)
+        over = point.size - int(options.budget.limit) if options.budget.kind == "size" else 0
+        if over <= 0:
+            return point
+        limit = min(limit, found.bytes) - over  # headers have a few bytes more or less
+    raise RecipeError(
+        f"No choice of the candidates keeps the budget of {options.budget.limit:,.0f} bytes.",
+        "Give a larger budget.",
+    )
+
+
+def largest_first(options: BudgetOptions) -> list[list[float]]:
+    """Losses that stand for those that are not measured: a budget is used up with them."""
+    return [[float(max(sizes) - one) for one in sizes] for sizes in options.sizes]
+
+
+def curve_of(
+    finder: OptionFinder, allowance: Allowance, losses: Sequence[Sequence[float]] | None
+) -> list[CurvePoint]:
+    """The best choices from the smallest size to the largest one.
+
+    Args:
+        finder: predicts the bytes of a choice.
+        allowance: the options.
+        losses: of each set and candidate; ``None``: the two ends alone.
+    """
+    options = allowance.options
+    least, most = size_range(options.sizes)
+    steps = 1 if losses is None else _POINTS - 1
+    points: dict[int, CurvePoint] = {}
+    for step in range(steps + 1):
+        limit = least + (most - least) * step // steps
+        found = choose_options(options.sizes, losses or largest_first(options), limit)
+        if found is not None and found.bytes not in points:
+            points[found.bytes] = point_of(finder, allowance, found, is_measured=losses is not None)
+    return list(points.values())
+
+
+def point_of(
+    finder: OptionFinder, allowance: Allowance, choice: Choice, *, is_measured: bool
+) -> CurvePoint:
+    """A choice as a point of the curve."""
+    options = allowance.options
+    counts = Counter(options.candidates[place].name for place in choice.options)
+    return CurvePoint(
+        allowance.bits(choice.bytes),
+        finder.file_bytes(options.scheme_by_module(choice.options)),
+        choice.loss if is_measured else None,
+        {one.name: counts[one.name] for one in options.candidates},
+        choice.options,
+    )
+
+
+def tell_choice(options: BudgetOptions, point: CurvePoint) -> None:
+    """Log a choice."""
+    shares = ", ".join(f"{count} in {name}" for name, count in point.counts.items())
+    loss = "" if point.loss is None else f", expected loss {point.loss:.4g}"
+    logger.info(
+        f"Budget of {options.budget.limit:g} {options.budget.kind}: {len(options.sets)} sets of "
+        f"modules, {shares}; {point.bits:.4f} bits a weight, {point.size:,} bytes of weights{loss}."
+    )

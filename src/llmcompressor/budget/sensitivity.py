@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rounding costs: the expected rise of the loss of each set of modules for each candidate.
+
+The estimate is that of :mod:`llmcompressor.numerics.sensitivity`. Its two factors come from one
+forward and one backward of a few samples, block by block
+(:mod:`llmcompressor.pipelines.block_gradients`); the labels of the loss are drawn from what the
+model predicts. Without data all inputs and gradients count as 1: then it is the error of weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.budget.options import BudgetOptions
+from llmcompressor.core.block_source import BlockSource
+from llmcompressor.errors import DatasetError, NonFiniteError, TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.call_graph import model_device
+from llmcompressor.modeling.fused import fused_sets
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.modeling.offload import TensorStore, activation_budget, device_activation_budget
+from llmcompressor.numerics.gram import add_column_squares, add_upper_product, mirror_upper_
+from llmcompressor.numerics.sensitivity import compensated_columns, loss_rise
+from llmcompressor.pipelines.batches import CalibrationBatches, calibration_mode
+from llmcompressor.pipelines.block_gradients import watch_gradients
+from llmcompressor.quantization.parameters import observe_weight, weight_of
+from llmcompressor.runtime.progress import join_names, progress
+from llmcompressor.runtime.threads import short_spin_waits
+
+_ROWS = 512
+"""Tokens whose logits are in float32 at once."""
+_SEED = 20170
+
+
+def measure_losses(
+    model: Module,
+    options: BudgetOptions,
+    batches: Sequence[Mapping[str, Any]],
+    *,
+    source: BlockSource,
+    budget: int | str | None = None,
+    device_memory: int | None = None,
+    use_loss_mask: bool = False,
+) -> list[list[float]]:
+    """Measure the expected rise of the mean loss of a token, in nats, for each set and candidate.
+
+    Args:
+        model: the model, unquantized; its blocks may have no weights.
+        options: the sets and candidates.
+        batches: calibration batches, of which the first samples are used.
+        source: loads the blocks.
+        budget: bytes of activations that may wait in main memory; ``None``: half of what is free.
+        device_memory: limit for bytes on an accelerator; ``None``: its free memory.
+        use_loss_mask: only tokens whose ``loss_mask`` is 1 count.
+
+    Raises:
+        DatasetError: there is no batch.
+        TargetError: the model returns no logits.
+        NonFiniteError: the loss is NaN or infinite.
+    """
+    data = CalibrationBatches(
+        model, first_samples(batches, options.budget.samples), use_loss_mask=use_loss_mask
+    )
+    names = {module: name for name, module in named_modules(model)}
+    wanted = {name for own in options.sets for name in own}
+    linears = [module for module, name in names.items() if name in wanted]
+    errors = _RoundingErrors(model, options, names)
+    blocks = find_blocks(model)
+    shelf = TensorStore(
+        activation_budget(budget), device_activation_budget(model_device(model), device_memory)
+    )
+
+    def leave(block: Module) -> None:
+        errors.settle(block.modules())
+
+    with contextlib.closing(shelf), calibration_mode(model), short_spin_waits():
+        losses = watch_gradients(
+            model,
+            linears,
+            data,
+            _SampledLoss(data),
+            errors.watch,
+            source=source,
+            shelf=shelf,
+            leave=leave,
+        )
+        inside = {inner for block in blocks for inner in block.modules()}
+        errors.settle(one for one in linears if one not in inside)
+    if not all(map(torch.isfinite, torch.tensor(losses))):
+        raise NonFiniteError("The loss of the model is not finite on the calibration samples.")
+    return errors.by_set(data.real_tokens)
+
+
+def weight_errors(model: Module, options: BudgetOptions, source: BlockSource) -> list[list[float]]:
+    """Half the squared error of all weights, for each set and candidate, without any data.
+
+    Args:
+        model: the model, unquantized; its blocks may have no weights.
+        options: the sets and candidates.
+        source: loads the blocks.
+    """
+    names = {module: name for name, module in named_modules(model)}
+    errors = _RoundingErrors(model, options, names, without_data=True)
+    blocks = list(source.names)
+    inside = {inner for block in blocks for inner in block.modules()}
+    following = [*blocks[1:], None]
+    with source.visits() as visit, progress(len(blocks), "Measuring errors") as advance:
+        for block, then in zip(blocks, following, strict=False):
+            visit(block, then)
+            errors.settle(block.modules())
+            advance(1, note=source.names[block])
+    errors.settle(one for one in names if one not in inside)
+    return errors.by_set(1)
+
+
+def first_samples(batches: Iterable[Mapping[str, Any]], samples: int) -> list[dict[str, Any]]:
+    """The first batches, up to a number of samples; of the last one the first rows."""
+    found: list[dict[str, Any]] = []
+    left = samples
+    for batch in batches:
+        ids = batch.get("input_ids")
+        rows = len(ids) if isinstance(ids, Tensor) and ids.ndim > 1 else 1
+        if rows > left:
+            own = {
+                name: one[:left]
+                if isinstance(one, Tensor) and one.ndim and len(one) == rows
+                else one
+                for name, one in batch.items()
+            }
+            found.append(own)
+            break
+        found.append(dict(batch))
+        left -= rows
+        if left == 0:
+            break
+    if not found:
+        raise DatasetError("The calibration data holds no batch.", "Give at least one sample.")
+    return found
+
+
+class _SampledLoss:
+    """Sum of the losses of a batch's tokens, with labels that are drawn from the predictions."""
+
+    def __init__(self, batches: CalibrationBatches) -> None:
+        self._batches = batches
+
+    def __call__(self, index: int, returned: Any) -> Tensor:
+        logits = getattr(returned, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise TargetError(
+                "A budget weighs modules by what the model's predictions lose, and the model "
+                "returns no logits.",
+                "Give schemes instead of a budget.",
+            )
+        mask = self._batches.mask(index)
+        is_alike = mask is not None and mask.shape == logits.shape[:-1]
+        flat_TV = logits[mask.to(logits.device)] if is_alike else logits.flatten(0, -2)  # type: ignore[union-attr]  # is_alike says so
+        dice = torch.Generator(device=flat_TV.device).manual_seed(_SEED + index)
+        total = flat_TV.new_zeros((), dtype=torch.float32)
+        for part in torch.split(flat_TV, _ROWS):
+            wide_TV = part.float()
+            drawn = torch.multinomial(wide_TV.detach().softmax(dim=-1), 1, generator=dice)[:, 0]
+            total = total + torch.nn.functional.cross_entropy(wide_TV, drawn, reduction="sum")
+        return total
+
+
+@dataclass
+class _Moments:
+    """Sums over the tokens of a Linear.
+
+    Attributes:
+        gradient_R: squares of the output's gradients, float32.
+        input_C: squares of the inputs, float32.
+        gram_CC: their products, of the first of the Linears that share an input, if asked for.
+        tokens: number of tokens.
+    """
+
+    gradient_R: Tensor
+    input_C: Tensor
+    gram_CC: Tensor | None = None
+    tokens: int = 0
+
+
+@dataclass
+class _RoundingErrors:
+    """Collects moments, and makes losses of them when the weights of a block are at hand."""
+
+    model: Module
+    options: BudgetOptions
+    names: Mapping[Module, str]
+    without_data: bool = False
+    _moments: dict[str, _Moments] = field(default_factory=dict)
+    _losses: dict[str, list[float]] = field(default_factory=dict)
+    _leaders: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wanted = {name for own in self.options.sets for name in own}
+        self._leaders = {name: name for name in wanted}
+        for joined in fused_sets(self.model):  # they read one input
+            own = [name for name in joined if name in wanted]
+            self._leaders |= dict.fromkeys(own, own[0] if own else "")
+
+    @torch.no_grad()
+    def watch(self, module: Module, given: Tensor, gradient: Tensor) -> None:
+        """Add the tokens of a call."""
+        name = self.names[module]
+        input_TC, gradient_TR = given.flatten(0, -2), gradient.flatten(0, -2)
+        seen = gradient_TR.any(dim=-1)  # the others are padding, or what nothing is made of
+        if not bool(seen.all()):
+            input_TC, gradient_TR = input_TC[seen], gradient_TR[seen]
+        moments = self._moments.get(name)
+        if moments is None:
+            rows, columns = gradient_TR.shape[-1], input_TC.shape[-1]
+            empty = torch.zeros(rows + columns, dtype=torch.float32, device=input_TC.device)
+            moments = self._moments[name] = _Moments(empty[:rows], empty[rows:])
+            if self.options.modifier.compensates and self._leaders[name] == name:
+                moments.gram_CC = empty.new_zeros(columns, columns)
+        moments.tokens += len(input_TC)
+        add_column_squares(moments.gradient_R, gradient_TR)
+        add_column_squares(moments.input_C, input_TC)
+        if moments.gram_CC is not None:
+            add_upper_product(moments.gram_CC, input_TC)
+
+    @torch.no_grad()
+    def settle(self, modules: Iterable[Module]) -> None:
+        """Compute the losses of those of ``modules`` that are to be quantized; free the moments."""
+        own = {self.names[one]: one for one in modules if self.names.get(one) in self._leaders}
+        columns: dict[str, Tensor] = {}
+        for name, module in own.items():
+            self._losses[name] = self._losses_of(name, module, columns)
+        for name in own:
+            self._moments.pop(name, None)
+
+    def _losses_of(self, name: str, module: Module, columns: dict[str, Tensor]) -> list[float]:
+        weight_RC, moments = weight_of(module).detach(), self._moments.get(name)
+        if self.without_data:
+            gradient_R, column_C = (
+                weight_RC.new_ones(size, dtype=torch.float32) for size in weight_RC.shape
+            )
+            importance_C = None
+        elif moments is None or not moments.tokens:
+            return [0.0] * len(self.options.candidates)
+        else:
+            gradient_R, importance_C = moments.gradient_R, moments.input_C / moments.tokens
+            column_C = self._columns(name, moments, importance_C, columns)
+        found = []
+        for one in self.options.candidates:
+            args = self.options.schemes[one][name].weights
+            assert args is not None
+            rounded = observe_weight(weight_RC, args, importance_C=importance_C).round(weight_RC)
+            found.append(loss_rise(weight_RC.float() - rounded.float(), gradient_R, column_C))
+        return found
+
+    def _columns(
+        self, name: str, moments: _Moments, mean_C: Tensor, columns: dict[str, Tensor]
+    ) -> Tensor:
+        """What counts for each column: its mean square, or what compensation leaves of it."""
+        leader = self._leaders[name]
+        gram_CC = None if (first := self._moments.get(leader)) is None else first.gram_CC
+        if gram_CC is None or first is None:
+            return mean_C
+        if leader not in columns:
+            ordered = getattr(self.options.modifier, "actorder", None) is not None
+            mirror_upper_(gram_CC).div_(first.tokens)
+            columns[leader] = compensated_columns(gram_CC, ordered=ordered)
+        return columns[leader]
+
+    def by_set(self, tokens: int) -> list[list[float]]:
+        """The losses of each set and candidate, as a mean over ``tokens``."""
+        missed = (
+            []
+            if self.without_data
+            else [
+                names[0]
+                for names in self.options.sets
+                if not any(any(self._losses[one]) for one in names)
+            ]
+        )
+        if missed:
+            logger.warning(
+                f"The loss does not depend on {join_names(missed, most=4)} in these samples: the "
+                "budget counts their errors as nothing."
+            )
+        places = range(len(self.options.candidates))
+        return [
+            [sum(self._losses[name][place] for name in names) / tokens for place in places]
+            for names in self.options.sets
+        ]

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bit budget: how large a checkpoint may become, and the schemes to choose from.
+
+A modifier with a ``budget`` has several candidates in the place of a scheme. Which module gets
+which one is found before the run (:mod:`llmcompressor.budget`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from compressed_tensors.quantization import QuantizationScheme
+
+from llmcompressor.args.checks import integer, number, size
+from llmcompressor.errors import ArgumentError, InputError, RecipeError, did_you_mean
+from llmcompressor.schemes.checks import describe
+from llmcompressor.schemes.parse import parse_scheme
+from llmcompressor.schemes.presets import preset_scheme
+
+DEFAULT_CANDIDATES = ("W4A16", "W8A16")
+"""What every server reads side by side."""
+DEFAULT_SAMPLES = 16
+
+_KEYS = ("bits", "size", "samples")
+_ONE_OF = "Give it one of bits, such as {bits: 4.25}, and size, such as {size: 5.5GB}."
+_FEWEST = 2
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit for what is written.
+
+    Attributes:
+        kind: ``bits`` for each weight of the modules that are quantized, with their scales; or the
+            ``size`` of all weight files.
+        limit: the bits, or the bytes.
+        samples: calibration samples whose gradients are used.
+    """
+
+    kind: Literal["bits", "size"]
+    limit: float
+    samples: int = DEFAULT_SAMPLES
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A scheme that may be chosen.
+
+    Attributes:
+        name: of the preset, or a description.
+        given: the preset's name or the fields of the scheme, as a recipe has them.
+        scheme: without targets of its own.
+    """
+
+    name: str
+    given: str | Mapping[str, Any]
+    scheme: QuantizationScheme
+
+    def group(self, targets: Sequence[str]) -> Any:
+        """The entry of ``config_groups`` for ``targets``."""
+        return (
+            list(targets) if isinstance(self.given, str) else {**self.given, "targets": [*targets]}
+        )
+
+
+def parse_budget(value: Any) -> Budget:
+    """Read a budget.
+
+    Raises:
+        RecipeError: it is no mapping, a key is unknown, or a limit is out of range.
+
+    >>> parse_budget({"size": "5.5GB"})
+    Budget(kind='size', limit=5500000000, samples=16)
+    """
+    if isinstance(value, Budget):
+        return value
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"budget is {value!r:.80}, but must be a mapping.", _ONE_OF)
+    for key in value:
+        if key not in _KEYS:
+            raise RecipeError(f"budget has no key {key!r:.80}.", did_you_mean(str(key), _KEYS))
+    kinds = [key for key in ("bits", "size") if value.get(key) is not None]
+    if len(kinds) != 1:
+        said = "both bits and size" if kinds else "neither bits nor size"
+        raise RecipeError(f"budget has {said}.", _ONE_OF)
+    try:
+        limit = (
+            number(1.0, 16.0)("budget.bits", value["bits"])
+            if kinds == ["bits"]
+            else size("budget.size", value["size"])
+        )
+        samples = integer(1)("budget.samples", value.get("samples", DEFAULT_SAMPLES))
+    except ArgumentError as error:
+        raise RecipeError(error.problem, error.remedy) from error
+    return Budget("bits" if kinds == ["bits"] else "size", limit, samples)
+
+
+def parse_candidates(value: Any) -> list[Candidate]:
+    """Read the candidates of a budget: presets, or fields of schemes; ``None`` for the default.
+
+    Raises:
+        RecipeError: there are fewer than two, one is wrong or quantizes no weights, two are the
+            same, or they quantize activations differently.
+
+    >>> [one.name for one in parse_candidates(["w4a16", "W8A16"])]
+    ['W4A16', 'W8A16']
+    """
+    given = DEFAULT_CANDIDATES if value is None else value
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or len(given) < _FEWEST:
+        raise RecipeError(
+            f"candidates is {given!r:.80}, but must be a list of two schemes or more.",
+            "Give names of presets, such as [W4A16, W8A16], or fields of schemes.",
+        )
+    found = [_candidate(one, f"candidates[{place}]") for place, one in enumerate(given)]
+    names = [one.name for one in found]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise RecipeError(f"The candidate {twice[0]} is given twice.", "Give each once.")
+    first = found[0]
+    for one in found[1:]:
+        if _activations(one) != _activations(first):
+            raise RecipeError(
+                f"The candidates {first.name} and {one.name} quantize activations differently, "
+                "and a budget weighs the errors of weights alone.",
+                "Give candidates that differ in their weights only, such as [W4A16, W8A16].",
+            )
+    return found
+
+
+def _candidate(value: Any, where: str) -> Candidate:
+    if isinstance(value, str):
+        try:
+            found = Candidate(value.upper(), value.upper(), preset_scheme(value))
+        except InputError as error:
+            raise RecipeError(f"{where}: {error.problem}", error.remedy) from error
+    else:
+        if isinstance(value, Mapping) and "targets" in value:
+            raise RecipeError(
+                f"{where} has targets, but it is found out which modules it is for.",
+                "Leave them out: the targets of the modifier hold for all candidates.",
+            )
+        fields = {"targets": ["Linear"], **value} if isinstance(value, Mapping) else value
+        scheme = parse_scheme(fields, where)
+        found = Candidate(describe(scheme).removeprefix("in "), dict(value), scheme)
+    if found.scheme.weights is None:
+        raise RecipeError(
+            f"{where}, {found.name}, quantizes no weights.",
+            "Give schemes of weights. What is to stay as it is belongs on the ignore list.",
+        )
+    return found
+
+
+def _activations(candidate: Candidate) -> Any:
+    fields = {"input_activations", "output_activations"}
+    return candidate.scheme.model_dump(mode="json", include=fields)

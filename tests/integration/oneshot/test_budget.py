@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bit budget: kept to the byte, in sets that servers hold as one, and found only once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+from tests.support import small_models as small
+from transformers import AutoModelForCausalLM
+
+from llmcompressor import model_free_ptq, oneshot, plan, train
+from llmcompressor.checkpoint import block_stream
+from llmcompressor.entrypoints import budget as search
+from llmcompressor.errors import ArgumentError, InputError, RecipeError, TargetError
+from llmcompressor.modeling.fused import expert_sets, fused_sets
+from llmcompressor.modifiers.awq import AWQModifier
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+
+CANDIDATES = ["W3A16", "W4A16", "W8A16"]
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": small.llama,
+    "mixture": small.mixture,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            MODELS[name]().save_pretrained(made[name])
+        return made[name]
+
+    return of
+
+
+def recipe(cls: Any = GPTQModifier, **fields: Any) -> Any:
+    given = {"targets": "Linear", "ignore": ["lm_head"], "candidates": CANDIDATES, **fields}
+    return cls(**given)
+
+
+def run(model: Any, output: Path | None, modifier: Any, **arguments: Any) -> Any:
+    data = {"dataset": small.token_rows(), "max_seq_length": 16}
+    return oneshot(model=model, recipe=modifier, output_dir=output, **{**data, **arguments})
+
+
+def weight_bytes(output: Path) -> int:
+    return sum(one.stat().st_size for one in output.glob("*.safetensors"))
+
+
+def fields_of(output: Path) -> dict[str, Any]:
+    (stage,) = yaml.safe_load((output / "recipe.yaml").read_text()).values()
+    (modifiers,) = stage.values()
+    (fields,) = modifiers.values()
+    return fields
+
+
+def schemes_of(model: Any) -> dict[str, int]:
+    """Module → bits."""
+    return {
+        name: module.quantization_scheme.weights.num_bits
+        for name, module in model.named_modules()
+        if getattr(module, "quantization_scheme", None) is not None
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_members_of_a_set_share_a_scheme_and_the_recipe_says_it(
+    name: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = run(folder(name), tmp_path / "out", recipe(budget={"bits": 5}))
+    schemes = schemes_of(model)
+    assert len(set(schemes.values())) > 1
+    joined = [*fused_sets(model), *expert_sets(model)]
+    for names in joined:
+        assert len({schemes[one] for one in names}) == 1, names
+    fields = fields_of(tmp_path / "out")
+    assert "budget" not in fields
+    assert "candidates" not in fields
+    again = run(folder(name), tmp_path / "again", tmp_path / "out" / "recipe.yaml")
+    assert schemes_of(again) == schemes
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+
+
+def test_a_size_is_kept_and_planned_to_the_byte(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, data = folder("llama"), small.token_rows()
+    least, most = (
+        plan(model, recipe(scheme=one, candidates=None), data, measure=False).sizes.weights
+        for one in ("W3A16", "W8A16")
+    )
+    for place, share in enumerate((0.0, 0.77)):
+        limit = int(least + (most - least) * share)
+        budget = recipe(budget={"size": limit})
+        found = plan(model, budget, data, max_seq_length=16)
+        output = tmp_path / str(place)
+        run(model, output, recipe(budget={"size": limit}))
+        assert weight_bytes(output) <= limit
+        assert weight_bytes(output) == found.sizes.weights
+        (chosen,) = (one for one in found.budget if one.is_chosen)
+        assert chosen.bytes == found.sizes.weights
+        losses = [one.loss for one in found.budget]
+        assert losses == sorted(losses, reverse=True)  # with more bytes less is lost
+        assert found.budget[0].bytes == least
+        assert found.budget[-1].bytes == most
+
+
+def test_bits_count_all_that_is_stored_of_the_modules(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run(folder("llama"), tmp_path / "out", recipe(budget={"bits": 4.5}))
+    stored, weights = 0, 0
+    for name, one in load_file(tmp_path / "out" / "model.safetensors").items():
+        if "_proj.weight_" in name:
+            stored += one.nbytes
+        if name.endswith("weight_shape"):
+            weights += int(one.prod())
+    assert 4.4 < 8 * stored / weights <= 4.5
+
+
+@pytest.mark.parametrize("cls", [QuantizationModifier, AWQModifier])
+def test_other_techniques_take_a_budget(
+    cls: Any, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    given = {"budget": {"bits": 5}, "candidates": CANDIDATES, "ignore": ["lm_head"]}
+    text = yaml.safe_dump({"modifiers": {cls.__name__: {"targets": "Linear", **given}}})
+    model = run(folder("llama"), tmp_path / "out", text)
+    assert len(set(schemes_of(model).values())) > 1
+
+
+def test_a_model_in_memory_gets_what_its_folder_gets(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    streamed = schemes_of(run(folder("llama"), tmp_path / "out", recipe(budget={"bits": 5})))
+    model = AutoModelForCausalLM.from_pretrained(folder("llama"), dtype="auto")
+    assert schemes_of(run(model, None, recipe(budget={"bits": 5}))) == streamed
+
+
+def test_without_a_model_class_errors_of_weights_decide(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model_free_ptq(
+        folder("llama"),
+        tmp_path / "out",
+        budget={"bits": 5},
+        candidates=CANDIDATES,
+        ignore="lm_head",
+    )
+    assert len(fields_of(tmp_path / "out")["config_groups"]) > 1
+
+
+def test_bits_stand_for_a_recipe(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    model = run(folder("llama"), tmp_path / "out", None, bits=6)
+    assert set(schemes_of(model).values()) == {4, 8}
+
+
+class _CrashError(Exception):
+    """Ends a run as a crash would."""
+
+
+def test_an_interrupted_run_goes_on_with_its_choice(
+    folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(folder("llama"), tmp_path / "whole", recipe(budget={"bits": 5}))
+    left = block_stream.StreamedBlocks.leave
+    count = iter(range(10))
+
+    def leave(self: Any, block: str) -> None:
+        left(self, block)
+        if next(count) == 1:
+            raise _CrashError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(block_stream.StreamedBlocks, "leave", leave)
+        with pytest.raises(_CrashError):
+            run(folder("llama"), tmp_path / "out", recipe(budget={"bits": 5}))
+    with monkeypatch.context() as patched:
+        patched.setattr(search, "measure_losses", lambda *_, **__: pytest.fail("measured again"))
+        again = run(folder("llama"), tmp_path / "out", recipe(budget={"bits": 5}), resume="must")
+    assert schemes_of(again) == schemes_of(whole)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (
+        tmp_path / "whole/model.safetensors"
+    ).read_bytes()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
+    "below": ({"budget": {"bits": 3}}, RecipeError, "below what its candidates"),
+    "too small": ({"budget": {"size": 1000}}, RecipeError, "below what its candidates"),
+    "above dense": ({"budget": {"bits": 16}}, RecipeError, "no less than the model takes"),
+    "embedding": (
+        {"budget": {"bits": 5}, "targets": ["Linear", "Embedding"]},
+        TargetError,
+        "shared among Linears",
+    ),
+    "no server": (
+        {"budget": {"bits": 5}, "candidates": ["W4A16", {"weights": {"num_bits": 12}}]},
+        RecipeError,
+        "No server takes the candidates",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_before_any_work(
+    case: str, folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "measure_losses", lambda *_, **__: pytest.fail("measured"))
+    fields, kind, said = REFUSED[case]
+    # vLLM reads no integers of 12 bits, transformers no packed experts
+    model = folder("mixture" if case == "no server" else "llama")
+    with pytest.raises(kind, match=said):
+        run(model, tmp_path / "out", recipe(**fields))
+    assert not list(tmp_path.glob("out*"))
+    problems = plan(model, recipe(**fields), small.token_rows(), measure=False).problems
+    assert said in problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"budget": {"kl": 0.1}}, "no key 'kl'"),
+        ({"budget": {}}, "neither bits nor size"),
+        ({"budget": {"bits": 4, "size": 5}}, "both bits and size"),
+        ({"budget": {"bits": 0.5}}, "from 1.0 to 16.0"),
+        ({"budget": 4}, "must be a mapping"),
+        ({"budget": {"bits": 4, "samples": 0}}, "samples"),
+        ({"budget": {"bits": 4}, "scheme": "W4A16"}, "scheme and budget are both set"),
+        ({"budget": {"bits": 4}, "candidates": ["W4A16"]}, "two schemes or more"),
+        ({"budget": {"bits": 4}, "candidates": ["W4A16", "w4a16"]}, "given twice"),
+        ({"budget": {"bits": 4}, "candidates": ["W4A16", "W4A15"]}, "no preset"),
+        ({"budget": {"bits": 4}, "candidates": ["W4A16", "UNQUANTIZED"]}, "no weights"),
+        ({"budget": {"bits": 4}, "candidates": ["W4A16", "W8A8"]}, "activations differently"),
+        ({"scheme": "W4A16"}, "without a budget"),
+    ],
+)
+def test_a_wrong_budget_is_refused_when_the_recipe_is_read(
+    fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RecipeError, match=said):
+        recipe(**fields)
+
+
+def test_arguments_and_recipes_do_not_mix(folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ArgumentError, match="stands for a recipe"):
+        run(folder("llama"), None, recipe(budget={"bits": 5}), bits=5)
+    with pytest.raises(ArgumentError, match="both were given"):
+        run(folder("llama"), None, None, bits=5, size="1GB")
+    with pytest.raises(ArgumentError, match="none was given"):
+        run(folder("llama"), None, None, candidates=["W4A16", "W8A16"])
+
+
+def test_only_oneshot_finds_schemes_for_a_budget(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    modifier = recipe(QuantizationModifier, budget={"bits": 5})
+    with pytest.raises(RecipeError, match="oneshot finds the schemes"):
+        train(
+            folder("llama"),
+            modifier,
+            dataset={"train": small.token_rows()},
+            output_dir=tmp_path / "out",
+            max_steps=1,
+        )
+
+
+def test_two_budgets_are_refused(folder: Callable[[str], Path]) -> None:
+    both = [
+        recipe(budget={"bits": 5}, targets=["re:.*mlp.*proj"]),
+        recipe(budget={"bits": 5}, targets=["re:.*self_attn.*proj"]),
+    ]
+    with pytest.raises(RecipeError, match="2 modifiers of the recipe have a budget"):
+        run(folder("llama"), None, both)
