@@ -13,8 +13,8 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationScheme
 from torch.nn import Linear, Module
 
-from llmcompressor.checkpoint.planned_tensors import PLAN_IMPORTS
 from llmcompressor.checkpoint.names import NameMap
+from llmcompressor.checkpoint.planned_tensors import PlannedTensors, plan_tensors
 from llmcompressor.checkpoint.save import planned_config
 from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.checkpoint.tensor_files import layout_files
@@ -29,7 +29,7 @@ from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.schemes.budget import Budget, Candidate, parse_budget
 from llmcompressor.schemes.checks import check_schemes
 
-CheckServable = Callable[[Mapping[str, Any], OutputManifest], None]
+CheckServable = Callable[[Mapping[str, Any], PlannedTensors], None]
 """Raises a RecipeError if no server takes a checkpoint."""
 
 
@@ -49,7 +49,7 @@ class Writing:
     folder: Path | None = None
     structure: Callable[[], AbstractContextManager[Any]] = nullcontext
     packed: bool = True
-    check: CheckServable = lambda config, manifest: None
+    check: CheckServable = lambda config, planned: None
 
 
 @dataclass(frozen=True)
@@ -181,20 +181,20 @@ class OptionFinder:
         """Refuse candidates that no server takes together: each stands somewhere in a trial."""
         places = [number % len(options.candidates) for number in range(len(options.sets))]
         schemes = options.scheme_by_module(places)
-        manifest = self.manifest(schemes)
+        planned = self.tensors(schemes)
         model, writing = self._model, self._writing
         with self._marked(schemes), writing.structure():
-            config = planned_config(model, writing.folder, manifest, compressed=writing.packed)
+            config = planned_config(model, writing.folder, planned, compressed=writing.packed)
         try:
             with quiet(wanted=True):
-                writing.check(config, manifest)
+                writing.check(config, planned)
         except RecipeError as error:
             names = ", ".join(one.name for one in options.candidates)
             raise RecipeError(
                 f"No server takes the candidates {names} together. {error.problem}", error.remedy
             ) from error
 
-    def manifest(self, schemes: Mapping[str, QuantizationScheme]) -> OutputManifest:
+    def tensors(self, schemes: Mapping[str, QuantizationScheme]) -> PlannedTensors:
         """Predict the tensors of the output, with these schemes by module."""
         every = {**self._others, **schemes}
         planned = [
@@ -202,7 +202,7 @@ class OptionFinder:
             for name, scheme in every.items()
         ]
         with self._marked(every), self._writing.structure():
-            return build_manifest(
+            return plan_tensors(
                 self._model, planned, self._writing.headers, save_compressed=self._writing.packed
             )
 
@@ -223,7 +223,7 @@ class OptionFinder:
 
     def file_bytes(self, schemes: Mapping[str, QuantizationScheme]) -> int:
         """Predict the bytes of the weight files, their headers included."""
-        return layout_files(self.manifest(schemes).stored).file_size
+        return layout_files(self.tensors(schemes).stored).file_size
 
     def dense_bytes(self, options: BudgetOptions) -> int:
         """Bytes of the weights of all sets, unquantized."""
@@ -243,7 +243,7 @@ class OptionFinder:
         return self._tensors[key][1]
 
     def _module_bytes(self, schemes: Mapping[str, QuantizationScheme]) -> dict[str, int]:
-        stored = self.manifest(schemes).stored
+        stored = self.tensors(schemes).stored
         places = NameMap(self._model).stored(list(schemes))
         sizes: dict[str, int] = {}
         for one in stored:

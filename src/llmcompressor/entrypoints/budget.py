@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -63,7 +63,8 @@ def settle_budget(
     job: Job,
     blocks: StreamedBlocks | ResidentBlocks,
     batches: Sequence[Mapping[str, Any]] | None,
-    identity: Mapping[str, Any],
+    identity: Callable[[], Mapping[str, Any]],
+    room: Callable[[], int | None],
     *,
     ranks: Ranks | None = None,
     device_memory: int | None = None,
@@ -76,6 +77,7 @@ def settle_budget(
         batches: calibration batches; ``None``: errors of weights count.
         identity: of the run, with the budget in its recipe. An interrupted run with the same
             identity keeps the schemes that it had found.
+        room: bytes that activations may take in main memory; ``None`` for half of what is free.
         ranks: the ranks of the run; all get the choice of the first.
         device_memory: limit for bytes on an accelerator.
 
@@ -93,7 +95,7 @@ def settle_budget(
     options = finder()
     allowance = allowance_of(finder, options)
     allowance.limit()  # refused before the work
-    key = _key(identity)
+    key = _key(identity())
     places = _recorded(job, key, options)
     if places is None:
         if batches is None:
@@ -104,7 +106,7 @@ def settle_budget(
                 options,
                 batches,
                 source=blocks,
-                budget=job.dataset_args.activation_budget,
+                budget=job.dataset_args.activation_budget or room(),
                 device_memory=device_memory,
                 use_loss_mask=job.dataset_args.use_loss_mask,
             )

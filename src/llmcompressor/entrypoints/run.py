@@ -703,7 +703,8 @@ class _Run:
             job,
             blocks,
             self._batches,
-            self._identity_before(),
+            self._identity_before,
+            partial(blocks.activation_room, limits.room),
             ranks=session.state.run.ranks,
             device_memory=session.state.run.device_memory,
         )
