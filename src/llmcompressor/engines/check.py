@@ -236,6 +236,8 @@ class _Trial:
         if reason:
             said = f"Nothing was compared. {_sentence(reason)}"
             self._say("E7", "", said, "Measure it with evaluate.", Severity.WARNING)
+            if self.told.status == "run":
+                self.told = replace(self.told, status="run, not compared")
             return
         view = self.source.view
         cache = parse_args(view.settings.get("kv_cache_scheme"))

@@ -94,9 +94,10 @@ class EngineRun:
 
     Attributes:
         engine: its name.
-        status: ``run``; ``loaded, not run`` where the platform lacks a kernel and only what was
-            loaded was compared; ``not run`` where it could not be loaded either; ``refused``;
-            ``failed``, which is after it was loaded.
+        status: ``run``; ``run, not compared`` where there is nothing to compare it with;
+            ``loaded, not run`` where the platform lacks a kernel and only what was loaded was
+            compared; ``not run`` where it could not be loaded either; ``refused``; ``failed``,
+            which is after it was loaded.
         versions: of the engine and of what it computes with.
         blocks: how many of the first blocks were taken; ``None`` for all.
         modules: how many modules were compared by themselves.
@@ -180,7 +181,7 @@ class VerificationReport:
 
     @property
     def verdict(self) -> str:
-        """``good``, ``NOT good``, or why an engine that was asked did not run it."""
+        """``good``, ``NOT good``, or how far an engine that was asked has come without a fault."""
         if not self.ok:
             return "NOT good"
         return "good" if self.engine is None or self.engine.status == "run" else self.engine.status
