@@ -95,6 +95,10 @@ _IncludePath = Annotated[
         rich_help_panel=_OF_TASKS,
     ),
 ]
+_NoVerify = Annotated[
+    bool, typer.Option("--no-verify", help="Do not read the written files again.")
+]
+_NoReport = Annotated[bool, typer.Option("--no-report", help="Do not write report.html.")]
 _Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the checkpoint that the output holds.")
 ]
@@ -246,12 +250,8 @@ def _model_free(
     resume: Annotated[
         str, typer.Option(help="A run that was broken off: auto, never, must or mixed.")
     ] = "auto",
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not read the written files again.")
-    ] = False,
-    no_report: Annotated[
-        bool, typer.Option("--no-report", help="Do not write report.html.")
-    ] = False,
+    no_verify: _NoVerify = False,
+    no_report: _NoReport = False,
     overwrite: _Overwrite = False,
     gate: _Gate = None,
     gate_dataset: _GateText = None,

@@ -175,7 +175,7 @@ def run_job(job: Mapping[str, Any], folder: Path, python: str, timeout: float | 
         rounded = [str(name) for name in state.get("rounded") or ()]
     except Exception as error:  # of any kind: what an engine's process writes may be anything
         return _with_error(known, f"what its process wrote cannot be read: {error!r:.200}")
-    return Answer("done", "", known.versions, outputs, amplitudes, known.silent, rounded)
+    return replace(known, stage="done", outputs=outputs, amplitudes=amplitudes, rounded=rounded)
 
 
 def _with_error(known: Answer, error: str) -> Answer:

@@ -742,17 +742,22 @@ class _Run:
                 report = compression_report(blocks.reports(), self._modules)  # as it was written
             blocks.show()
         if hasattr(model, "save_pretrained"):
-            options = SaveOptions(
-                recipe=job.applied_recipe(session.lifecycle.recipe),
-                source=blocks.source_folder,
-                report=report,
-                run=self._record(),
-                check=verify_saved if job.run_args.verify else None,
-                page=write_run_page if job.run_args.report else None,
-                once=job.processes.count > 1,
-            )
-            modify_save_pretrained(model, options)  # type: ignore[arg-type]  # or one like it
+            self._follow_saving(model, report)
         return model
+
+    def _follow_saving(self, model: Module, report: Any) -> None:
+        """Let ``save_pretrained`` of the model write what this run has made of it."""
+        job = self._job
+        options = SaveOptions(
+            recipe=job.applied_recipe(self._session.lifecycle.recipe),
+            source=self._blocks.source_folder,
+            report=report,
+            run=self._record(),
+            check=verify_saved if job.run_args.verify else None,
+            page=write_run_page if job.run_args.report else None,
+            once=job.processes.count > 1,
+        )
+        modify_save_pretrained(model, options)  # type: ignore[arg-type]  # or one like it
 
     def _check_alike(self, model: Module) -> None:
         """Refuse processes whose models in memory, arguments or versions differ.

@@ -280,9 +280,9 @@ def test_every_pass_but_the_last_leaves_its_blocks_on_the_disk(
     held = []
     publish = Workspace.publish
 
-    def measured(self: Workspace, *, replace: bool) -> None:
+    def measured(self: Workspace, *, replace: bool, **further: Any) -> None:
         held.append(sum(one.stat().st_size for one in self.folder.rglob("*") if one.is_file()))
-        publish(self, replace=replace)
+        publish(self, replace=replace, **further)
 
     monkeypatch.setattr(Workspace, "publish", measured)
     rows = Dataset.from_dict({"input_ids": torch.randint(3, 160, (4, 16)).tolist()})
