@@ -14,6 +14,7 @@
     ├── LifecycleError (RuntimeError)  a modifier was called out of order
     ├── ProcessError (RuntimeError)    another process of the same run has failed
     ├── GateError                      a checkpoint does not keep its gates, and lies elsewhere
+    ├── BudgetError                    no choice of schemes was measured to keep a budget
     └── NonFiniteError (ArithmeticError)  NaN or infinity in weights or activations
 
 An :class:`InputError` names the thing, the reason and the remedy. It is raised before any
@@ -94,6 +95,30 @@ class GateError(CompressorError):
 
     def __reduce__(self) -> tuple[type[GateError], tuple[str, str, tuple[str, ...]]]:
         return type(self), (self.folder, self.target, self.reasons)
+
+
+class BudgetError(CompressorError):
+    """No choice of a budget's candidates was measured to keep its limit of the KL divergence.
+
+    Args:
+        limit: the limit, in nats a token.
+        kl: the least that was measured; ``None`` if it was never a number.
+        size: bytes of the weight files of the choice that it was measured of.
+        target: the output directory, which is as it was before.
+    """
+
+    def __init__(self, limit: float, kl: float | None, size: int, target: str) -> None:
+        self.limit, self.kl, self.size, self.target = limit, kl, size, target
+        found = "no number" if kl is None else f"{kl:.5g}"
+        super().__init__(
+            f"No choice of the budget's candidates keeps a KL divergence of {limit:g}. The best "
+            f"that was found has {found} and {size:,} bytes of weights, and {target} is as it was. "
+            "Allow more, or give candidates of more bits. keep_rejected=True (--keep-rejected) "
+            "writes the best to a folder beside it."
+        )
+
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[float, float | None, int, str]]:
+        return type(self), (self.limit, self.kl, self.size, self.target)
 
 
 class NonFiniteError(CompressorError, ArithmeticError):

@@ -149,6 +149,14 @@ def number(least: float, most: float) -> Check:
     return check
 
 
+def divergence(name: str, value: Any) -> float:
+    """Check for a limit of the KL divergence, in nats a token."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= 100:
+        raise invalid_value(name, value, "nats a token, above 0 and at most 100, such as 0.01")
+    return float(value)
+
+
 def string(name: str, value: Any) -> str:
     """Check for a string that is not empty."""
     if not isinstance(value, str) or not value.strip():

@@ -54,6 +54,7 @@ class OneshotKeywords(TypedDict, total=False):
     stage: str | None
     bits: float | None
     size: str | int | None
+    max_kl: float | None
     candidates: list[str] | str | None
     # DatasetArguments
     dataset_config_name: str | None
@@ -101,6 +102,7 @@ class OneshotKeywords(TypedDict, total=False):
     gates: list[str] | str | dict[str, Any] | None
     gate_dataset: Any
     gate_reference: Any
+    keep_rejected: bool
 
 
 class TrainKeywords(OneshotKeywords, total=False):

@@ -17,6 +17,7 @@ from llmcompressor.args.checks import (
     anything,
     argument,
     boolean,
+    divergence,
     invalid_value,
     number,
     one_of,
@@ -158,6 +159,10 @@ def _recipe_args(name: str, value: Any) -> dict[str, Any] | list[str]:
     return list(several)
 
 
+BUDGETS = {"bits": "bits", "size": "size", "max_kl": "kl"}
+"""Arguments that stand for a recipe with a budget, and the budget's own name for each."""
+
+
 @dataclass
 class RecipeArguments(CheckedFields):
     """The recipe to apply, its arguments, and its stage."""
@@ -178,12 +183,17 @@ class RecipeArguments(CheckedFields):
     size: str | int | None = argument(
         "The same with a size of the weight files, such as 5.5GB.", optional(size)
     )
+    max_kl: float | None = argument(
+        "The same with a limit of the KL divergence from the original, in nats a token: the "
+        "smallest checkpoint that is measured to keep it.",
+        optional(divergence),
+    )
     candidates: list[str] | str | None = argument(
         "The schemes to choose from; W4A16 and W8A16 by default.", optional(strings)
     )
 
     def __post_init__(self) -> None:
-        given = [name for name in ("bits", "size") if getattr(self, name) is not None]
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
         if self.recipe is not None and (given or self.candidates is not None):
             name = (given or ["candidates"])[0]
             raise ArgumentError(
@@ -191,14 +201,15 @@ class RecipeArguments(CheckedFields):
                 "Leave one of them out; a modifier of a recipe has the field budget.",
             )
         if len(given) != 1 and (given or self.candidates is not None):
-            raise ArgumentError(
-                f"Of the arguments 'bits' and 'size' {'both were' if given else 'none was'} given"
-                f"{'.' if given else ', and candidates are chosen by one of them.'}",
-                "Give one of them.",
+            told = (
+                f"The arguments {' and '.join(map(repr, given))} were both given."
+                if given
+                else "The argument 'candidates' was given without a limit to choose them by."
             )
+            raise ArgumentError(told, f"Give one of {', '.join(BUDGETS)}.")
         if given:
             fields: dict[str, Any] = {"targets": "Linear", "ignore": ["re:.*lm_head$"]}
-            fields["budget"] = {given[0]: getattr(self, given[0])}
+            fields["budget"] = {BUDGETS[given[0]]: getattr(self, given[0])}
             if self.candidates is not None:
                 fields["candidates"] = self.candidates
             self.recipe = json.dumps({"modifiers": {"GPTQModifier": fields}})
@@ -297,6 +308,12 @@ class RunArguments(CheckedFields):
     )
     gate_reference: Named = argument(
         "The original model that gates compare with; not given: the model.", optional(_model)
+    )
+    keep_rejected: bool = argument(
+        "Where no choice keeps max_kl, or a recipe's budget of kl: write the best one that was "
+        "found to OUTPUT.rejected. What fails gates is kept there in any case.",
+        boolean,
+        default=False,
     )
     dry_run: bool = argument(
         "Make and show the plan of the run; compress and write nothing.", boolean, default=False

@@ -6,12 +6,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llmcompressor.budget.options import BudgetOptions, OptionFinder
+from llmcompressor.budget.rounds import Round
 from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
-from llmcompressor.numerics.allocation import Choice, choose_options, size_range
+from llmcompressor.numerics.allocation import (
+    Choice,
+    choose_options,
+    size_range,
+    smallest_choice,
+)
 from llmcompressor.runtime.progress import format_bytes
+from llmcompressor.schemes.budget import KL
 
 _TRIES = 8
 _POINTS = 9
@@ -38,6 +46,25 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
+class SettledBudget:
+    """A budget for which the schemes have been found.
+
+    Attributes:
+        key: of all that the choice depends on.
+        places: the place of the candidate of each set.
+        figures: what the report says of it; ``None`` if an interrupted run has recorded that.
+    """
+
+    key: str
+    places: tuple[int, ...]
+    figures: Mapping[str, Any] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What a journal keeps."""
+        return {"key": self.key, "places": list(self.places)}
+
+
+@dataclass(frozen=True)
 class Allowance:
     """A budget in bytes of the modules that are quantized.
 
@@ -58,12 +85,16 @@ class Allowance:
     def limit(self) -> int:
         """The bytes that the modules may take, at most those of the largest candidates.
 
+        A limit of the divergence says nothing of bytes.
+
         Raises:
             RecipeError: the budget is below what the candidates allow, or above the unquantized
                 model.
         """
         options, budget = self.options, self.options.budget
         least, most = size_range(options.sizes)
+        if budget.kind == KL:
+            return most
         is_size = budget.kind == "size"
         limit = (
             int(budget.limit) - self.beside
@@ -116,6 +147,9 @@ def choose(
 ) -> CurvePoint:
     """Choose the candidates of least loss that keep the budget, to the byte.
 
+    For a limit of the divergence these are the smallest that are expected to keep it, and the
+    largest where nothing is expected of any.
+
     Args:
         finder: predicts the bytes of a choice.
         allowance: the budget.
@@ -125,6 +159,11 @@ def choose(
         RecipeError: the budget cannot be kept.
     """
     options, limit = allowance.options, allowance.limit()
+    if options.budget.kind == KL and losses is not None:
+        estimate = smallest_choice(options.sizes, losses, options.budget.limit)
+        found = estimate or choose_options(options.sizes, losses, limit)
+        assert found is not None  # the largest options fit
+        return point_of(finder, allowance, found, is_measured=True)
     for _ in range(_TRIES):
         found = choose_options(options.sizes, losses or largest_first(options), limit)
         if found is None:
@@ -172,14 +211,61 @@ def point_of(
 ) -> CurvePoint:
     """A choice as a point of the curve."""
     options = allowance.options
-    counts = Counter(options.candidates[place].name for place in choice.options)
     return CurvePoint(
         allowance.bits(choice.bytes),
         finder.file_bytes(options.scheme_by_module(choice.options)),
         choice.loss if is_measured else None,
-        {one.name: counts[one.name] for one in options.candidates},
+        _counts(options, choice.options),
         choice.options,
     )
+
+
+def point_of_round(allowance: Allowance, made: Round) -> CurvePoint:
+    """A round as a point of the curve."""
+    counts = _counts(allowance.options, made.places)
+    return CurvePoint(allowance.bits(made.bytes), made.size, made.loss, counts, made.places)
+
+
+def _counts(options: BudgetOptions, places: Sequence[int]) -> dict[str, int]:
+    """The number of sets that get each candidate."""
+    counts = Counter(options.candidates[place].name for place in places)
+    return {one.name: counts[one.name] for one in options.candidates}
+
+
+def figures_of(
+    options: BudgetOptions,
+    curve: Sequence[CurvePoint],
+    chosen: CurvePoint,
+    made: Sequence[Round] = (),
+) -> dict[str, Any]:
+    """What the report of a run says of its budget, as JSON data.
+
+    Args:
+        options: what there was to choose from.
+        curve: the best choices by size.
+        chosen: what was chosen.
+        made: the rounds of a limit of the divergence.
+    """
+    budget = options.budget
+    return {
+        "kind": budget.kind,
+        "limit": budget.limit,
+        "chosen": {**_figures(chosen), "sets": dict(chosen.counts)},
+        "curve": [_figures(one) for one in curve],
+        "rounds": [
+            {
+                "bytes": one.size,
+                "loss": one.loss,
+                "kl": one.kl,
+                "kept": one.keeps(budget.limit),
+            }
+            for one in made
+        ],
+    }
+
+
+def _figures(point: CurvePoint) -> dict[str, Any]:
+    return {"bits": point.bits, "bytes": point.size, "loss": point.loss}
 
 
 def tell_choice(options: BudgetOptions, point: CurvePoint) -> None:

@@ -275,7 +275,8 @@ def _is_in_use(target: Path, *own: Path) -> bool:
     """Return True if a folder holds files that no run on it has left there."""
     if not target.is_dir():
         return False
-    mine = {work_folder(target), rejected_folder(target), *own, *_stale_paths(target)}
+    beside = {work_folder(target), rejected_folder(target), rounds_folder(target)}
+    mine = {*beside, *own, *_stale_paths(target)}
     moved = set() if is_unmoved(target) else moved_names(target)
     return any(path not in mine and path.name not in moved for path in target.iterdir())
 
@@ -355,6 +356,11 @@ def work_folder(target: Path) -> Path:
 def rejected_folder(target: Path) -> Path:
     """Return the place of a checkpoint that does not keep its gates: ``NAME.rejected``."""
     return _staging_place(target) / f"{target.name}.rejected"
+
+
+def rounds_folder(target: Path) -> Path:
+    """Return the place of what a search by measuring has made so far: ``NAME.rounds``."""
+    return _staging_place(target) / f"{target.name}.rounds"
 
 
 def moved_names(target: Path) -> set[str]:

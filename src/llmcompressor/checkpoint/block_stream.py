@@ -284,6 +284,7 @@ class PlannedOutput:
         scratch: bytes that all passes but the last, and learning, keep on the disk meanwhile.
         compressed: weights are stored as packed codes.
         overwrite: an existing checkpoint is replaced.
+        is_held: the whole output stays in the run's work folder, and gets no name.
     """
 
     target: Path
@@ -294,6 +295,7 @@ class PlannedOutput:
     scratch: int
     compressed: bool
     overwrite: bool
+    is_held: bool = False
 
 
 def check_output_space(target: Path, planned: PlannedTensors, source: str | None) -> None:
@@ -766,6 +768,8 @@ class StreamedBlocks(BlockSource):
             weights = self._written_weights()
             write_non_weight_files(self.model, workspace.files, options, planned, weights)
             workspace.mark_ready()
+        if self._output.is_held:
+            return None
         try:
             workspace.publish(replace=overwrite, gate=options.gate)
         except GateError as error:
@@ -784,7 +788,9 @@ class StreamedBlocks(BlockSource):
         return WrittenWeights(self._layout, written, self.headers, read)
 
     def show(self) -> None:
-        """Make the model load its blocks lazily from the output."""
+        """Make the model load its blocks lazily from the output, if that has its name."""
+        if self._output.is_held:
+            return
         if self.rest_is_finished:
             self._restorer.restore(REST, self._output.target)
         self._restorer.attach_lazy_blocks(self._output.target, self.names)

@@ -46,6 +46,7 @@ from llmcompressor.checkpoint.atomic_output import (
     rejected_folder,
     remove_stale,
     remove_work_folder,
+    rounds_folder,
     work_folder,
 )
 from llmcompressor.errors import GateError, InputError, OutputError
@@ -333,15 +334,20 @@ class Workspace:
             if gate is not None:
                 self._pass_gate(gate)
             self._move(replace=replace)
-        remove_work_folder(self.target)
+        self._clean_up()
         remove_stale(self.target)
+
+    def _clean_up(self) -> None:
+        """Remove the work folder, and before it the rounds that its output was chosen of."""
+        remove_rounds(self.target)
+        remove_work_folder(self.target)
 
     def _pass_gate(self, gate: Callable[[Path], None]) -> None:
         try:
             gate(self.files)
         except GateError:
             publish_folder(self.files, rejected_folder(self.target), OnExisting.REPLACE)
-            remove_work_folder(self.target)
+            self._clean_up()
             raise
 
     def _move(self, *, replace: bool) -> None:
@@ -414,8 +420,8 @@ def reserve_output(
         is_whole = is_published(target)
         if not is_whole and Journal(folder / _JOURNAL).has_progress and resume != "never":
             raise OutputError(
-                f"{folder} holds the progress of another run, and this one, with the whole model "
-                "in memory, cannot go on with it.",
+                f"{folder} holds the progress of another run, and this one, which keeps none "
+                "there, cannot go on with it.",
                 "Repeat the call that was broken off, choose another output directory, or pass "
                 'resume="never" (--resume never) to throw that progress away.',
             )
@@ -425,6 +431,48 @@ def reserve_output(
             yield
         finally:
             remove_work_folder(target)
+
+
+def rounds_of(target: Path) -> Journal:
+    """Return the journal of the rounds of a search, in ``NAME.rounds``, which need not exist.
+
+    Raises:
+        OutputError: that folder holds something else.
+    """
+    folder = rounds_folder(target)
+    file = folder / _JOURNAL
+    if (folder.exists() and not folder.is_dir()) or (
+        folder.is_dir() and any(folder.iterdir()) and not file.is_file()
+    ):
+        raise OutputError(
+            f"{folder} is where the rounds of a search go, and it holds something else.",
+            "Move it elsewhere, or choose another output directory.",
+        )
+    return Journal(file)
+
+
+def remove_rounds(target: Path) -> None:
+    """Remove the rounds of a search; another folder of that name stays."""
+    folder = rounds_folder(target)
+    if (folder / _JOURNAL).is_file():
+        durable.remove(folder)
+
+
+def adopt_output(held: Path, target: Path) -> bool:
+    """Give a whole output that has no name, of another target, to a run on ``target`` to go on.
+
+    Args:
+        held: the target that it was made for.
+        target: that of the run, which has no progress.
+
+    Returns:
+        False if nothing is held there.
+    """
+    folder = work_folder(held)
+    if not Journal(folder / _JOURNAL).is_ready:
+        return False
+    durable.rename(folder, work_folder(target))
+    return True
 
 
 def _forget_published(folder: Path, target: Path, *, overwrite: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
+from llmcompressor.args.model_arguments import BUDGETS
 from llmcompressor.args.parsing import RENAMED
 from llmcompressor.cli.failures import report_errors
 from llmcompressor.cli.options import (
@@ -219,7 +220,7 @@ _VERBOSE = parameter("verbose", Verbose, default=0)
 _DEBUG = parameter("debug", Debug, default=False)
 _MODEL_OPTIONS = option_parameters(ModelArguments, panel="Model", skip=["model"])
 _RECIPE_OPTIONS = option_parameters(RecipeArguments, panel="Recipe")
-_BUDGET = ("bits", "size", "candidates")
+_BUDGET = (*BUDGETS, "candidates")
 """Fields that stand for a recipe of oneshot."""
 
 
@@ -264,7 +265,7 @@ def oneshot_command(*, debug: bool, verbose: int, **given: Any) -> None:
     *option_parameters(DatasetArguments, panel="Training data", skip=[*OF_CALIBRATION, *OPTIONS]),
     *_training_parameters(),
     *_MODEL_OPTIONS,
-    *option_parameters(RunArguments, panel="Run", skip=["dry_run", "max_memory"]),
+    *option_parameters(RunArguments, panel="Run", skip=["dry_run", "keep_rejected", "max_memory"]),
     _VERBOSE,
     _DEBUG,
 )
@@ -329,7 +330,7 @@ def run_command(*, debug: bool, verbose: int, **given: Any) -> None:
     *option_parameters(
         RunArguments,
         panel="Run",
-        skip=["dry_run", "resume", "verify", "verify_with", "verify_python"],
+        skip=["dry_run", "keep_rejected", "resume", "verify", "verify_with", "verify_python"],
     ),
 )
 def plan_command(
@@ -367,8 +368,10 @@ def _with_recipe(call: dict[str, Any]) -> dict[str, Any]:
     Raises:
         typer.BadParameter: it has neither.
     """
-    if not {"recipe", "bits", "size"} & call.keys():
-        raise typer.BadParameter("give a recipe, or --bits or --size.", param_hint="--recipe")
+    if not {"recipe", *BUDGETS} & call.keys():
+        raise typer.BadParameter(
+            "give a recipe, or --bits, --size or --max-kl.", param_hint="--recipe"
+        )
     return call
 
 

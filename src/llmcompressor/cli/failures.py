@@ -15,7 +15,7 @@ from types import FrameType
 
 import typer
 
-from llmcompressor.errors import CompressorError, GateError
+from llmcompressor.errors import BudgetError, CompressorError, GateError
 from llmcompressor.runtime.durable import errors_with_files
 
 UNFORESEEN = 1
@@ -53,7 +53,7 @@ def report_errors(*, debug: bool, resumable: bool = False) -> Iterator[None]:
         command = typed.replace(" --resume never", "").replace(" --resume=never", "")
         _say(f"{what} Continue with: {command}" if resumable else what, debug)
         raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
-    except GateError as error:
+    except (BudgetError, GateError) as error:
         _say(f"Rejected: {error}", debug)
         raise typer.Exit(REJECTED) from None
     except CompressorError as error:

@@ -33,13 +33,16 @@ from llmcompressor.args import (
 )
 from llmcompressor.args.gates import SIZE
 from llmcompressor.args.parsing import training_argument_names
+from llmcompressor.budget.options import budgeted
+from llmcompressor.budget.search import SettledBudget
 from llmcompressor.checkpoint.atomic_output import (
     check_file,
     check_output_dir,
     check_path_argument,
     rejected_folder,
+    rounds_folder,
 )
-from llmcompressor.checkpoint.journal import resumable_fingerprint
+from llmcompressor.checkpoint.journal import resumable_fingerprint, rounds_of
 from llmcompressor.checkpoint.manifest import gates_of
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.side_files import load_processor
@@ -79,6 +82,7 @@ from llmcompressor.recipe.writing import to_yaml
 from llmcompressor.runtime.launch import JOIN, patience
 from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.progress import join_names
+from llmcompressor.schemes.budget import KL, Budget, parse_budget
 from llmcompressor.session.session import CompressionSession
 
 # --------------------
@@ -304,14 +308,21 @@ class Task:
 
     def _check_gates(self) -> None:
         """Refuse gates without an output, and arguments of gates without any that need them."""
-        measures = self.gates.keys() - {SIZE}
+        limits_kl = self.kl_budget is not None
+        measures = limits_kl or self.gates.keys() - {SIZE}
         for name in ("gate_dataset", "gate_reference"):
             if getattr(self.run_args, name) is not None and not measures:
                 raise ArgumentError(
                     f"The argument {name!r} is of gates that are measured, and none is given.",
                     "Give gates={'kl': 0.02} (--gate kl=0.02) too, or leave it out.",
                 )
-        if not self.gates:
+        keeps = self.run_args.keep_rejected
+        if keeps and not limits_kl:
+            raise ArgumentError(
+                "The argument 'keep_rejected' is of a budget of kl, and there is none.",
+                "Leave it out: what does not keep its gates is kept in any case.",
+            )
+        if not self.gates and not keeps:
             return
         if self.output_dir is None:
             raise ArgumentError(
@@ -326,6 +337,13 @@ class Task:
                 "something else.",
                 "Move it elsewhere, or choose another output directory.",
             )
+
+    @cached_property
+    def kl_budget(self) -> Budget | None:
+        """The budget of the recipe, if it is a limit of the divergence, which is measured."""
+        modifier = budgeted(self.recipe.modifiers)
+        found = None if modifier is None else parse_budget(modifier.budget)
+        return found if found is not None and found.kind == KL else None
 
     def check_free(self, target: Path) -> None:
         """Refuse an output directory that could not be written at the end.
@@ -662,9 +680,13 @@ class Job(Task):
 
     Attributes:
         processes: the processes that execute this run.
+        settled: the budget of the recipe, where its schemes were found before the run.
+        is_held: the output stays in the work folder, whole.
     """
 
     processes = Processes()
+    settled: SettledBudget | None = None
+    is_held = False
 
     def __init__(
         self,
@@ -683,6 +705,7 @@ class Job(Task):
                 each.be_given_data()
         self._check_data_needed()
         self._check_pipeline()
+        self._check_kl_budget()
         self._warn_of_schedules()
         self._warn_without_effect()
 
@@ -764,6 +787,27 @@ class Job(Task):
                 "calibration.",
                 f"Leave pipeline out; {_WITHOUT_DATA}",
             )
+
+    def _check_kl_budget(self) -> None:
+        """Refuse a run that cannot make and measure its model several times."""
+        if self.kl_budget is None:
+            return
+        said = "A budget of kl is kept by making the model several times and measuring each"
+        if self.processes.count > 1:
+            raise ArgumentError(
+                f"{said}, which one process does, and there are {self.processes.count}.",
+                "Start the run as one process, or give a budget of bits or size.",
+            )
+        if self.output_dir is None:
+            raise ArgumentError(f"{said}, and there is no output_dir.", "Give output_dir.")
+        if not isinstance(self.model_args.model, str | Path):
+            kind = type(self.model_args.model).__name__
+            raise ArgumentError(
+                f"{said}, and the model is an object, a {kind}, which the first run would change.",
+                "Give the folder that the model was loaded from.",
+            )
+        check_output_dir(rounds_folder(self.output_dir), source=self.source, is_ours=True)
+        rounds_of(self.output_dir)
 
     @property
     def needing_data(self) -> list[Modifier]:

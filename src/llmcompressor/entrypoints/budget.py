@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from llmcompressor.budget.options import BudgetOptions, OptionFinder, Writing, budgeted
-from llmcompressor.budget.search import allowance_of, choose, tell_choice
+from llmcompressor.budget.search import (
+    Allowance,
+    SettledBudget,
+    allowance_of,
+    choose,
+    curve_of,
+    figures_of,
+    tell_choice,
+)
 from llmcompressor.budget.sensitivity import measure_losses, weight_errors
 from llmcompressor.checkpoint.block_stream import ResidentBlocks, StreamedBlocks
 from llmcompressor.checkpoint.journal import PROCESSOR, resumable_fingerprint
@@ -30,20 +38,28 @@ _OF_THE_COMPUTER = frozenset({PROCESSOR, "versions", "device"})
 
 
 @dataclass(frozen=True)
-class SettledBudget:
-    """A budget for which the schemes have been found.
+class OpenBudget:
+    """The budget of a run's recipe on its model.
 
     Attributes:
-        key: of all that the choice depends on.
-        places: the place of the candidate of each set.
+        modifier: that has it.
+        finder: predicts bytes; it holds on to the model.
+        options: what there is to choose from.
+        allowance: the budget in bytes.
+        identity: all that the choice depends on: a processor that rounds differently is to keep it.
     """
 
-    key: str
-    places: tuple[int, ...]
+    modifier: QuantizationMixin
+    finder: OptionFinder
+    options: BudgetOptions
+    allowance: Allowance
+    identity: Mapping[str, Any]
 
-    def as_json(self) -> dict[str, Any]:
-        """What a journal keeps."""
-        return {"key": self.key, "places": list(self.places)}
+    @property
+    def key(self) -> str:
+        """A hash of the identity."""
+        text = json.dumps(self.identity, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def writing_of(job: Job, blocks: StreamedBlocks | ResidentBlocks) -> Writing:
@@ -87,6 +103,38 @@ def settle_budget(
     Raises:
         RecipeError: the budget cannot be kept, or no server takes the candidates together.
     """
+    if job.settled is not None:
+        return job.settled
+    opened = open_budget(job, blocks, identity)
+    if opened is None:
+        return None
+    settled = recorded_budget(job, opened)
+    if settled is None:
+        losses = losses_of(
+            job, blocks, opened.options, batches, room(), device_memory=device_memory
+        )
+        point = choose(opened.finder, opened.allowance, losses)
+        tell_choice(opened.options, point)
+        curve = curve_of(opened.finder, opened.allowance, losses)
+        figures = figures_of(opened.options, curve, point)
+        settled = SettledBudget(opened.key, point.places, figures)
+    if ranks is not None:
+        places = ranks.exchange(settled.places, what="choice of the budget")[0]
+        settled = replace(settled, places=tuple(places))
+    job.recipe = with_choice(job.recipe, opened.modifier, opened.options, settled.places)
+    return settled
+
+
+def open_budget(
+    job: Job,
+    blocks: StreamedBlocks | ResidentBlocks,
+    identity: Callable[[], Mapping[str, Any]],
+) -> OpenBudget | None:
+    """Find what a budget can choose from; arguments and errors are those of :func:`settle_budget`.
+
+    Returns:
+        ``None`` without a budget.
+    """
     modifier = budgeted(job.recipe.modifiers)
     if modifier is None:
         return None
@@ -95,45 +143,43 @@ def settle_budget(
     options = finder()
     allowance = allowance_of(finder, options)
     allowance.limit()  # refused before the work
-    key = _key(identity())
-    places = _recorded(job, key, options)
-    if places is None:
-        if batches is None:
-            losses = weight_errors(blocks.model, options, blocks)
-        else:
-            losses = measure_losses(
-                blocks.model,
-                options,
-                batches,
-                source=blocks,
-                budget=job.dataset_args.activation_budget or room(),
-                device_memory=device_memory,
-                use_loss_mask=job.dataset_args.use_loss_mask,
-            )
-        point = choose(finder, allowance, losses)
-        tell_choice(options, point)
-        places = point.places
-    if ranks is not None:
-        places = tuple(ranks.exchange(places, what="choice of the budget")[0])
-    job.recipe = with_choice(job.recipe, modifier, options, places)
-    return SettledBudget(key, places)
+    own = {name: one for name, one in identity().items() if name not in _OF_THE_COMPUTER}
+    return OpenBudget(modifier, finder, options, allowance, own)
 
 
-def _key(identity: Mapping[str, Any]) -> str:
-    """Of what decides the choice: a processor that rounds differently is to keep it."""
-    own = {name: one for name, one in identity.items() if name not in _OF_THE_COMPUTER}
-    return hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
+def losses_of(
+    job: Job,
+    blocks: StreamedBlocks | ResidentBlocks,
+    options: BudgetOptions,
+    batches: Sequence[Mapping[str, Any]] | None,
+    room: int | None,
+    *,
+    device_memory: int | None = None,
+) -> list[list[float]]:
+    """Measure the losses of each set and candidate; arguments as of :func:`settle_budget`."""
+    if batches is None:
+        return weight_errors(blocks.model, options, blocks)
+    return measure_losses(
+        blocks.model,
+        options,
+        batches,
+        source=blocks,
+        budget=job.dataset_args.activation_budget or room,
+        device_memory=device_memory,
+        use_loss_mask=job.dataset_args.use_loss_mask,
+    )
 
 
-def _recorded(job: Job, key: str, options: BudgetOptions) -> tuple[int, ...] | None:
-    """What an interrupted run has chosen, if this one continues it."""
+def recorded_budget(job: Job, opened: OpenBudget) -> SettledBudget | None:
+    """Return what an interrupted run has chosen, if this one continues it."""
     if job.output_dir is None or job.run_args.resume == "never":
         return None
     found = (resumable_fingerprint(job.output_dir, has_progress=False) or {}).get(BUDGET)
-    if found is None or found["key"] != key or len(found["places"]) != len(options.sets):
+    count = len(opened.options.sets)
+    if found is None or found["key"] != opened.key or len(found["places"]) != count:
         return None
     logger.info("The schemes of the budget are those that the interrupted run has found.")
-    return tuple(found["places"])
+    return SettledBudget(opened.key, tuple(found["places"]))
 
 
 def with_choice(

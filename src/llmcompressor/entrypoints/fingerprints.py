@@ -178,7 +178,8 @@ NOT_OF_A_CALL = frozenset(
         *("hub_token", "push_to_hub_token", "use_auth_token"),
         *("push_to_hub", "hub_model_id", "hub_strategy", "hub_revision", "hub_private_repo"),
         *("hub_always_push", "report_to", "run_name", "project", "trackio_space_id"),
-        *("recipe", "recipe_args", "stage"),
+        *("recipe", "recipe_args", "stage", "bits", "size", "max_kl", "candidates"),
+        "keep_rejected",
     }
 )
 """Arguments that decide no byte, that send something elsewhere, secrets, and those of the recipe,

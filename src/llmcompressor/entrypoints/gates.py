@@ -82,22 +82,66 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """Compares an output with the original model, on held-out text.
+
+    Attributes:
+        text: what is measured on.
+        reference: the original model.
+        trusts: run modelling code that comes with the models.
+    """
+
+    text: HeldOut
+    reference: Any
+    trusts: bool = False
+
+    def __call__(self, folder: Path) -> dict[str, float | None]:
+        """Measure the checkpoint in a folder.
+
+        Returns:
+            The value of each gate but the size; ``None`` where it is no number.
+
+        Raises:
+            CheckpointError: transformers cannot load it.
+        """
+        try:
+            with working_alone():
+                report = evaluate(
+                    folder,
+                    reference=self.reference,
+                    dataset=[{"input_ids": window} for window in self.text.windows],
+                    max_seq_length=self.text.length,
+                    trust_remote_code_model=self.trusts,
+                )
+        except NonFiniteError as error:
+            logger.error(f"The checkpoint cannot be measured. {error}")
+            return dict.fromkeys(GATES.keys() - {SIZE})
+        increase = report.loss_increase
+        return {
+            "kl": report.kl_divergence,
+            "perplexity": None if increase is None else math.exp(min(increase, 700.0)),
+            "top1": report.top1_agreement,
+        }
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens whose prediction is measured."""
+        return sum(len(one) - 1 for one in self.text.windows)
+
+
+@dataclass(frozen=True)
 class Gates:
     """The gates of a run, called with the folder of a whole output.
 
     Attributes:
         limits: name → limit.
         target: the folder whose name the output gets if it keeps them.
-        text: what they are measured on; ``None`` for gates that need nothing measured.
-        reference: the original model.
-        trusts: run modelling code that comes with the models.
+        compare: measures them; ``None`` for gates that need nothing measured.
     """
 
     limits: Mapping[str, float]
     target: Path
-    text: HeldOut | None = None
-    reference: Any = None
-    trusts: bool = False
+    compare: Comparison | None = None
 
     def __call__(self, folder: Path) -> None:
         """Measure an output, and note the figures in its report and its manifest.
@@ -107,9 +151,9 @@ class Gates:
             CheckpointError: transformers cannot load it.
         """
         with phase(CHECKING):
-            values: dict[str, float | None] = {SIZE: _bytes_of_weights(folder)}
-            if self.text is not None:
-                values |= self._measured(folder, self.text)
+            values: dict[str, float | None] = {SIZE: bytes_of_weights(folder)}
+            if self.compare is not None:
+                values |= self.compare(folder)
         measured = {
             name: {
                 "value": values[name],
@@ -120,9 +164,8 @@ class Gates:
         }
         broken = [name for name, one in measured.items() if not one["passed"]]
         found: dict[str, Any] = {"passed": not broken, "measured": measured}
-        if self.text is not None:
-            tokens = sum(len(one) - 1 for one in self.text.windows)
-            found |= {"text": self.text.name, "tokens": tokens}
+        if self.compare is not None:
+            found |= {"text": self.compare.text.name, "tokens": self.compare.tokens}
         note_gates(folder, found)
         show_evaluation(folder)
         if broken:
@@ -130,28 +173,9 @@ class Gates:
             raise GateError(str(rejected_folder(self.target)), str(self.target), reasons)
         logger.info(f"The gates are kept: {', '.join(self.limits)}.")
 
-    def _measured(self, folder: Path, text: HeldOut) -> dict[str, float | None]:
-        try:
-            with working_alone():
-                report = evaluate(
-                    folder,
-                    reference=self.reference,
-                    dataset=[{"input_ids": window} for window in text.windows],
-                    max_seq_length=text.length,
-                    trust_remote_code_model=self.trusts,
-                )
-        except NonFiniteError as error:
-            logger.error(f"The gates cannot be measured. {error}")
-            return dict.fromkeys(GATES.keys() - {SIZE})
-        increase = report.loss_increase
-        return {
-            "kl": report.kl_divergence,
-            "perplexity": None if increase is None else math.exp(min(increase, 700.0)),
-            "top1": report.top1_agreement,
-        }
 
-
-def _bytes_of_weights(folder: Path) -> int:
+def bytes_of_weights(folder: Path) -> int:
+    """Bytes of the weight files of a checkpoint."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
@@ -211,9 +235,19 @@ def prepare_gates(
     """
     if not task.gates or task.output_dir is None:
         return None
-    trusts = task.model_args.trust_remote_code_model
     if not task.gates.keys() - {SIZE}:
-        return Gates(task.gates, task.output_dir, trusts=trusts)
+        return Gates(task.gates, task.output_dir)
+    compare = prepare_comparison(task, model, processor, seen)
+    return Gates(task.gates, task.output_dir, compare)
+
+
+def prepare_comparison(
+    task: Task, model: Module, processor: Any, seen: Iterable[Mapping[str, Any]] | None
+) -> Comparison:
+    """Return what measures outputs of a run, with the text to measure on.
+
+    Args and errors are those of :func:`prepare_gates`.
+    """
     reference, positions = _original(task, model)
     text = _held_out(task, model, processor, seen, min(_LENGTH, positions or _LENGTH))
     if reference is model:
@@ -222,7 +256,7 @@ def prepare_gates(
             "folder in its place, and no memory meanwhile."
         )
         reference = copy.deepcopy(model).eval() if is_first_rank() else None
-    return Gates(task.gates, task.output_dir, text, reference, trusts)
+    return Comparison(text, reference, task.model_args.trust_remote_code_model)
 
 
 def _original(task: Task, model: Module) -> tuple[Any, int | None]:
@@ -311,8 +345,8 @@ def _source_of_text(args: DatasetArguments, given: Any) -> Any:
     split = _held_out_split(args, {part.name for one in used for part in parse_split(one)})
     if split is None:
         raise DatasetError(
-            "Gates are measured on text that the run has not seen, and its data has no split for "
-            f"it ({', '.join(_HELD_OUT)}).",
+            "Gates and a budget of kl are measured on text that the run has not seen, and its "
+            f"data has no split for it ({', '.join(_HELD_OUT)}).",
             _GIVE,
         )
     return replace(args, splits=split)

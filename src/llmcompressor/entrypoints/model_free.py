@@ -66,6 +66,7 @@ from llmcompressor.runtime.launch import launched_group
 from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_empty
+from llmcompressor.schemes.budget import KL, parse_budget
 from llmcompressor.schemes.resolve import ResolvedSchemes
 from llmcompressor.verification.modules import plain_in_draft
 from llmcompressor.verification.transformers_model import refusal
@@ -287,6 +288,11 @@ def _fields(scheme: Any, config: Any, budget: Any, ignore: str | Iterable[str]) 
     if scheme is not None:
         return {"scheme": scheme, "targets": _LINEAR, "ignore": ignored}
     if budget is not None:
+        if parse_budget(budget).kind == KL:
+            raise ArgumentError(
+                "A budget of kl is measured by running the model, which model_free_ptq does not.",
+                "Use oneshot for it, or give a budget of bits or size.",
+            )
         return {"budget": budget, "targets": _LINEAR, "ignore": ignored}
     groups, more = _groups(config)
     return {"config_groups": groups, "ignore": list(dict.fromkeys([*ignored, *more]))}

@@ -29,7 +29,7 @@ from llmcompressor.args.checks import Text
 from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint.spread_weights import refuse_spread
 from llmcompressor.entrypoints.arguments import Job
-from llmcompressor.entrypoints.run import run
+from llmcompressor.entrypoints.measured_budget import run_to_budget
 from llmcompressor.errors import ArgumentError, InputError
 from llmcompressor.logger import log_to_file, logger, quiet, show_runs_quietly
 from llmcompressor.numerics.products import float32_by_default, full_float32_products
@@ -171,6 +171,7 @@ def oneshot(
             is raised before any calibration, and nothing has been written.
         NonFiniteError: NaN or infinity in weights or activations, with the module's name.
         GateError: the checkpoint does not keep its ``gates``, and is in ``NAME.rejected``.
+        BudgetError: no choice of a budget's candidates was measured to keep its limit of ``kl``.
 
     An interrupted run with an output directory is resumed by the same call: its progress is in
     ``NAME.partial`` next to the output ``NAME``.
@@ -259,7 +260,7 @@ class Oneshot(Job):
             float32_by_default(),
             full_float32_products(),
         ):
-            self.model = run(self, self.open_data())
+            self.model = run_to_budget(self, self.open_data())
             if self.output_dir is not None and self.processes.is_first:
                 tell_summary(self.output_dir)
         return self.model

@@ -15,7 +15,7 @@ import torch
 
 from llmcompressor.args.parsing import told_by_name
 from llmcompressor.budget.options import BudgetOptions, OptionFinder, Writing, budgeted
-from llmcompressor.budget.search import allowance_of, choose, curve_of
+from llmcompressor.budget.search import CurvePoint, allowance_of, choose, curve_of
 from llmcompressor.budget.sensitivity import measure_losses
 from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
@@ -44,6 +44,7 @@ from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe
 from llmcompressor.runtime.memory import free_device_memory
 from llmcompressor.runtime.registry import gc_relaxed
+from llmcompressor.schemes.budget import KL
 from llmcompressor.schemes.parse import parse_names
 from llmcompressor.verification import Deployment
 from llmcompressor.verification.facts import DEFAULT_TP
@@ -214,11 +215,7 @@ def _plan_budget(job: _DraftJob, subject: PlannedModel, *, measure: bool) -> lis
         allowance.limit()
         losses = _budget_losses(job, subject, options) if measure else None
         chosen = choose(finder, allowance, losses)
-        if losses is None:
-            job.notes.append(
-                "The schemes of the budget are found when the run begins. Which modules get them "
-                "is not known before; the plan is that of any choice that uses the budget up."
-            )
+        job.notes.extend(_told_of(options, chosen))
         job.recipe = with_choice(job.recipe, modifier, options, chosen.places)
         points = {one.size: one for one in (*curve_of(finder, allowance, losses), chosen)}
         return [
@@ -227,6 +224,32 @@ def _plan_budget(job: _DraftJob, subject: PlannedModel, *, measure: bool) -> lis
         ]
     job.recipe = _with_first_candidates(job.recipe)
     return []
+
+
+def _told_of(options: BudgetOptions, chosen: CurvePoint) -> Iterator[str]:
+    """Yield what is not known yet of the choice for a budget."""
+    budget = options.budget
+    if budget.kind == KL and chosen.loss is not None:
+        expected = (
+            f"A KL divergence of {budget.limit:g} is expected of {chosen.size:,} bytes of weights."
+            if chosen.loss <= budget.limit
+            else f"No choice is expected to keep a KL divergence of {budget.limit:g}: that of "
+            f"{chosen.size:,} bytes is expected to have {chosen.loss:.4g}."
+        )
+        yield (
+            f"{expected} The run makes and measures it, and then others, in {budget.rounds} rounds "
+            "at most; the time is that of one."
+        )
+    elif budget.kind == KL:
+        yield (
+            f"Which bytes keep a KL divergence of {budget.limit:g} is not known without data and "
+            "weights; the plan is that of the largest candidates."
+        )
+    elif chosen.loss is None:
+        yield (
+            "The schemes of the budget are found when the run begins. Which modules get them is "
+            "not known before; the plan is that of any choice that uses the budget up."
+        )
 
 
 def _with_first_candidates(recipe: Recipe) -> Recipe:
@@ -277,6 +300,9 @@ class _DraftJob(Job):
 
     def _check_gates(self) -> None:
         """Leave to the run what needs an output."""
+
+    def _check_kl_budget(self) -> None:
+        """Leave to the run what needs one."""
 
     @contextmanager
     def recording_problems(self, where: str, kind: type[InputError] = InputError) -> Iterator[None]:

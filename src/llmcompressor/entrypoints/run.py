@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module
 from transformers import PreTrainedModel
 
+from llmcompressor.budget.search import SettledBudget
 from llmcompressor.checkpoint.block_reader import REST, BlockWeights
 from llmcompressor.checkpoint.block_stream import PlannedOutput, ResidentBlocks, StreamedBlocks
 from llmcompressor.checkpoint.journal import PROCESSORS, RunIdentity, reserve_output
@@ -74,7 +75,7 @@ from llmcompressor.entrypoints.arguments import (
     compression_report,
     parse_device,
 )
-from llmcompressor.entrypoints.budget import BUDGET, SettledBudget, settle_budget
+from llmcompressor.entrypoints.budget import BUDGET, settle_budget
 from llmcompressor.entrypoints.fingerprints import (
     fingerprint_of,
     model_fingerprint,
@@ -441,7 +442,7 @@ def run(job: Job, data: Source | None) -> Module:
     Returns:
         The compressed model; one that was streamed loads its blocks lazily from the output.
     """
-    with _opened(job) as blocks:
+    with opened_model(job) as blocks:
         processor = job.load_processor()
         with rendered_at(job.moment):
             batches = job.pooled(job.load_data(blocks.model, processor, data))
@@ -449,8 +450,8 @@ def run(job: Job, data: Source | None) -> Module:
 
 
 @contextmanager
-def _opened(job: Job) -> Iterator[Blocks]:
-    """Open the model: block by block where the run allows it, else as a whole."""
+def opened_model(job: Job) -> Iterator[Blocks]:
+    """Open the model of a run: block by block where the run allows it, else as a whole."""
     source = streamable_source(job)
     blueprint = None if source is None else build_streamable(job, source)
     if blueprint is not None:
@@ -670,6 +671,13 @@ def _is_shareable(modifier: Modifier) -> bool:
     return traits.over_ranks is not Solving.ALONE or traits.data is DataUse.NONE
 
 
+def identity_with_budget(
+    job: Job, blocks: Blocks, batches: Sequence[Mapping[str, Any]] | None
+) -> RunIdentity:
+    """Return the identity of a run whose recipe has a budget, of a model that is loaded."""
+    return _Run(job, blocks, None, batches, active_session()).identity_before()
+
+
 class _Run:
     """The steps of a run, from the open model to the written one."""
 
@@ -703,7 +711,7 @@ class _Run:
             job,
             blocks,
             self._batches,
-            self._identity_before,
+            self.identity_before,
             partial(blocks.activation_room, limits.room),
             ranks=session.state.run.ranks,
             device_memory=session.state.run.device_memory,
@@ -731,11 +739,8 @@ class _Run:
         self._passes = split_into_passes(self._modifiers, job.pipeline())
         with blocks.writing(self._plan_output(), self._report):
             self._run_passes()
-            report = compression_report(blocks.reports(), self._modules)
-            if blocks.processors:
-                report = {**(report or {}), PROCESSORS: blocks.processors}
-            if (ranks := session.state.run.ranks) is not None:
-                report = {**(report or {}), RANKS: shares_of(ranks)}
+            ranks = session.state.run.ranks
+            report = self._whole_report(ranks)
             if job.output_dir is not None:
                 blocks.publish(self._options(report))
             if ranks is not None and not job.processes.is_first:
@@ -744,6 +749,19 @@ class _Run:
         if hasattr(model, "save_pretrained"):
             self._follow_saving(model, report)
         return model
+
+    def _whole_report(self, ranks: Ranks | None) -> dict[str, Any] | None:
+        """What the report of the output says: of modules, and of the run."""
+        blocks, found = self._blocks, compression_report(self._blocks.reports(), self._modules)
+        of_run: dict[str, Any] = {}
+        if blocks.processors:
+            of_run[PROCESSORS] = blocks.processors
+        if self._budget is not None and not self._job.is_held:
+            figures = blocks.decide(BUDGET, self._budget.figures)
+            of_run |= {BUDGET: figures} if figures else {}
+        if ranks is not None:
+            of_run[RANKS] = shares_of(ranks)
+        return {**(found or {}), **of_run} if of_run else found
 
     def _follow_saving(self, model: Module, report: Any) -> None:
         """Let ``save_pretrained`` of the model write what this run has made of it."""
@@ -817,6 +835,7 @@ class _Run:
             scratch=predicted.block_bytes * (len(self._passes) - 1) + progress,
             compressed=packed,
             overwrite=job.model_args.overwrite,
+            is_held=job.is_held,
         )
 
     def _run_passes(self) -> None:
@@ -871,7 +890,7 @@ class _Run:
         count = self._job.processes.count if shared else 1
         return run_record(self._known, self._job.call, ranks=count, source=self._began_with)
 
-    def _identity_before(self) -> RunIdentity:
+    def identity_before(self) -> RunIdentity:
         """The identity of the run with the recipe as it was given, budget included."""
         job, blocks = self._job, self._blocks
         dtype = getattr(blocks.model, "dtype", torch.float32)

@@ -89,6 +89,39 @@ def choose_options(
     return Choice(tuple(reversed(options)), total, loss)
 
 
+def smallest_choice(
+    sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], most_loss: float
+) -> Choice | None:
+    """Choose the options of least bytes that lose at most ``most_loss`` in sum.
+
+    The loss of :func:`choose_options` falls where its limit rises: the limit is found by bisection.
+
+    Args:
+        sizes: as for :func:`choose_options`.
+        losses: likewise.
+        most_loss: the limit of the loss.
+
+    Returns:
+        The choice, of those with as few bytes the one of least loss; ``None`` if all lose more.
+
+    >>> smallest_choice([[1, 2], [1, 3]], [[5.0, 2.0], [4.0, 0.0]], 6.0)
+    Choice(options=(1, 0), bytes=3, loss=6.0)
+    """
+    least, most = size_range(sizes)
+    found = choose_options(sizes, losses, most)
+    if found is None or found.loss > most_loss:
+        return None
+    below = least - 1  # within so many bytes nothing loses as little
+    while found.bytes - below > 1:
+        middle = (below + found.bytes) // 2
+        tried = choose_options(sizes, losses, middle)
+        if tried is not None and tried.loss <= most_loss:
+            found = tried
+        else:
+            below = middle
+    return found
+
+
 def size_range(sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
     """The sum of the smallest options, and that of the largest ones."""
     return sum(map(min, sizes)), sum(map(max, sizes))

@@ -66,6 +66,37 @@ def over_depth(series: Mapping[str, Sequence[Dot]], what: str, *, log: bool = Fa
     return _svg(chart)
 
 
+def along_sizes(
+    line: Sequence[Dot], dots: Mapping[str, Sequence[Dot]], what: str, *, name: str
+) -> str:
+    """Draw a line over sizes of weight files, and dots that may lie beside it.
+
+    Args:
+        line: by rising size, in MB; the vertical axis is logarithmic, and what is not positive is
+            left out.
+        dots: name → dots of their own.
+        what: what the vertical axis shows.
+        name: of the line.
+    """
+    every = [*line, *(dot for one in dots.values() for dot in one)]
+    chart = _pygal().XY(
+        **_common(what, _HEIGHT + _ROW * (math.ceil((len(dots) + 1) / _COLUMNS) + 2)),
+        x_title="MB of weight files",
+        dots_size=3.5,
+        x_value_formatter=lambda value: _short(value, _digits([dot.x for dot in every])),
+        value_formatter=lambda value: _short(None if value is None else 10.0**value),
+        legend_at_bottom=True,
+        legend_at_bottom_columns=_COLUMNS,
+        truncate_legend=-1,
+    )
+    for title, own in {name: line, **dots}.items():
+        values = [
+            {"value": (dot.x, math.log10(dot.y)), "label": dot.title} for dot in own if dot.y > 0
+        ]
+        chart.add(title, values, stroke=title == name)
+    return _svg(chart)
+
+
 def bars(values: Mapping[str, Mapping[str, float]], what: str) -> str:
     """Draw horizontal bars: series → label → value; all series have the same labels."""
     labels = list(dict.fromkeys(label for found in values.values() for label in found))

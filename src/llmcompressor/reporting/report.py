@@ -18,7 +18,7 @@ from typing import Any
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
 from llmcompressor.reporting.cards import depth_chart, number, size_card
-from llmcompressor.reporting.charts import Dot, bars, over_depth
+from llmcompressor.reporting.charts import Dot, along_sizes, bars, over_depth
 from llmcompressor.reporting.contents import Contents, Matrix, contents_of, depth_of
 from llmcompressor.reporting.page import Card, Figure, data_of, render
 from llmcompressor.runtime.durable import replace
@@ -167,6 +167,7 @@ def page_of(
         size_card({"before": before, "after": contents.sizes}, {"": contents}),
         *_errors(matrices),
         *_experts(contents.report.get("experts") or {}),
+        *_budget(contents.report.get("budget") or {}),
         *_gates(gates),
         *_evaluation(data.get("evaluation")),
         *_phases(data.get("phases") or {}),
@@ -306,6 +307,55 @@ def _experts(records: Mapping[str, Any]) -> list[Card]:
             note="An expert is starved if it got too few tokens for statistics of its own.",
         )
     ]
+
+
+def _budget(found: Mapping[str, Any]) -> list[Card]:
+    """Show the curve of a budget, what was chosen, and the rounds that were measured."""
+    curve = [one for one in found.get("curve") or [] if one["loss"] is not None]
+    if not curve:
+        return []
+    chosen, made = found["chosen"], found.get("rounds") or []
+    dots = {"chosen": [_dot(chosen, "loss", "the choice")]}
+    if made:
+        dots["measured"] = [
+            _dot(one, "kl", f"round {number}")
+            for number, one in enumerate(made, 1)
+            if one["kl"] is not None
+        ]
+    limit, kind = found["limit"], found["kind"]
+    lines = [
+        f"Budget: {int(limit):,} bytes." if kind == "size" else f"Budget: {limit:g} {kind}.",
+        "Sets of modules: "
+        + ", ".join(f"{count} in {name}" for name, count in chosen["sets"].items())
+        + f"; {chosen['bits']:.4f} bits a weight.",
+    ]
+    rows = [
+        (
+            number,
+            f"{one['bytes']:,}",
+            f"{one['loss']:.4g}",
+            "no number" if one["kl"] is None else f"{one['kl']:.4g}",
+            "kept" if one["kept"] else "NOT kept",
+        )
+        for number, one in enumerate(made, 1)
+    ]
+    line = [_dot(one, "loss", "the best choice of its size") for one in curve]
+    return [
+        Card(
+            "budget",
+            "What a budget buys",
+            charts=[along_sizes(line, dots, "nats a token", name="expected")],
+            lines=lines,
+            head=("round", "bytes", "expected", "measured KL", ""),
+            rows=rows,
+            numbers=(0, 1, 2, 3),
+            note="The line is the expected loss of the best choice of each size.",
+        )
+    ]
+
+
+def _dot(point: Mapping[str, Any], what: str, title: str) -> Dot:
+    return Dot(point["bytes"] / 1e6, point[what] or 0.0, f"{title}, {point['bytes']:,} bytes")
 
 
 def _gates(found: Mapping[str, Any]) -> list[Card]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from compressed_tensors.quantization import QuantizationScheme
 
-from llmcompressor.args.checks import integer, number, size
+from llmcompressor.args.checks import Check, divergence, integer, number, size
 from llmcompressor.errors import ArgumentError, InputError, RecipeError, did_you_mean
 from llmcompressor.schemes.checks import describe
 from llmcompressor.schemes.parse import parse_scheme
@@ -22,9 +22,16 @@ from llmcompressor.schemes.presets import preset_scheme
 DEFAULT_CANDIDATES = ("W4A16", "W8A16")
 """What every server reads side by side."""
 DEFAULT_SAMPLES = 16
+DEFAULT_ROUNDS = 6
+FEWEST_ROUNDS = 2
+"""The last one measures the largest candidates, if none before has kept the limit."""
 
-_KEYS = ("bits", "size", "samples")
-_ONE_OF = "Give it one of bits, such as {bits: 4.25}, and size, such as {size: 5.5GB}."
+Kind = Literal["bits", "size", "kl"]
+KL: Kind = "kl"
+KINDS: tuple[Kind, ...] = ("bits", "size", KL)
+_KEYS = (*KINDS, "samples", "rounds")
+_CHECKS: Mapping[Kind, Check] = {"bits": number(1.0, 16.0), "size": size, KL: divergence}
+_ONE_OF = "Give it one of {bits: 4.25}, {size: 5.5GB} and {kl: 0.01}."
 _FEWEST = 2
 
 
@@ -33,15 +40,18 @@ class Budget:
     """A limit for what is written.
 
     Attributes:
-        kind: ``bits`` for each weight of the modules that are quantized, with their scales; or the
-            ``size`` of all weight files.
-        limit: the bits, or the bytes.
+        kind: ``bits`` for each weight of the modules that are quantized, with their scales; the
+            ``size`` of all weight files; or ``kl``, the divergence from the original that is
+            measured.
+        limit: the bits, the bytes, or the nats a token.
         samples: calibration samples whose gradients are used.
+        rounds: choices that are made and measured at most, for ``kl``.
     """
 
-    kind: Literal["bits", "size"]
+    kind: Kind
     limit: float
     samples: int = DEFAULT_SAMPLES
+    rounds: int = DEFAULT_ROUNDS
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +82,7 @@ def parse_budget(value: Any) -> Budget:
         RecipeError: it is no mapping, a key is unknown, or a limit is out of range.
 
     >>> parse_budget({"size": "5.5GB"})
-    Budget(kind='size', limit=5500000000, samples=16)
+    Budget(kind='size', limit=5500000000, samples=16, rounds=6)
     """
     if isinstance(value, Budget):
         return value
@@ -81,20 +91,23 @@ def parse_budget(value: Any) -> Budget:
     for key in value:
         if key not in _KEYS:
             raise RecipeError(f"budget has no key {key!r:.80}.", did_you_mean(str(key), _KEYS))
-    kinds = [key for key in ("bits", "size") if value.get(key) is not None]
+    kinds = [key for key in KINDS if value.get(key) is not None]
     if len(kinds) != 1:
-        said = "both bits and size" if kinds else "neither bits nor size"
+        said = f"both {' and '.join(kinds)}" if kinds else "no limit"
         raise RecipeError(f"budget has {said}.", _ONE_OF)
-    try:
-        limit = (
-            number(1.0, 16.0)("budget.bits", value["bits"])
-            if kinds == ["bits"]
-            else size("budget.size", value["size"])
+    (kind,) = kinds
+    if kind != KL and value.get("rounds") is not None:
+        raise RecipeError(
+            f"budget has rounds, and nothing is measured for a budget of {kind}.",
+            "Leave rounds out, or give a limit of kl.",
         )
+    try:
+        limit = _CHECKS[kind](f"budget.{kind}", value[kind])
         samples = integer(1)("budget.samples", value.get("samples", DEFAULT_SAMPLES))
+        rounds = integer(FEWEST_ROUNDS)("budget.rounds", value.get("rounds", DEFAULT_ROUNDS))
     except ArgumentError as error:
         raise RecipeError(error.problem, error.remedy) from error
-    return Budget("bits" if kinds == ["bits"] else "size", limit, samples)
+    return Budget(kind, limit, samples, rounds)
 
 
 def parse_candidates(value: Any) -> list[Candidate]:

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose budget is a limit of the KL divergence: several are made and measured, one is kept.
+
+::
+
+    NAME.rounds/        beside the output NAME
+        journal         what the candidates are expected to lose, and what each round has measured
+        3.partial/      the work folder of a round: that of the best one, and of one that goes on
+
+What the candidates lose is measured once. Each round is an ordinary run, of the recipe with one
+choice in the place of the budget, whose output stays in its work folder. The best one becomes the
+work folder of the run itself, which goes on from there as any run that was killed when its output
+was whole: so gates, verification and reports are those of every run.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+
+from llmcompressor.budget.rounds import Round, RoundSearch, best_round
+from llmcompressor.budget.search import (
+    Allowance,
+    CurvePoint,
+    SettledBudget,
+    curve_of,
+    figures_of,
+    point_of_round,
+    tell_choice,
+)
+from llmcompressor.checkpoint.atomic_output import (
+    FILES,
+    creation_errors,
+    disk_errors,
+    rounds_folder,
+    work_folder,
+)
+from llmcompressor.checkpoint.journal import (
+    RunIdentity,
+    adopt_output,
+    remove_rounds,
+    reserve_output,
+    rounds_of,
+)
+from llmcompressor.datasets.source import Source
+from llmcompressor.datasets.text import rendered_at
+from llmcompressor.entrypoints.arguments import MOMENT, Job
+from llmcompressor.entrypoints.budget import (
+    OpenBudget,
+    losses_of,
+    open_budget,
+    recorded_budget,
+    with_choice,
+)
+from llmcompressor.entrypoints.gates import Comparison, bytes_of_weights, prepare_comparison
+from llmcompressor.entrypoints.run import (
+    Blocks,
+    MemoryLimits,
+    compress,
+    identity_with_budget,
+    opened_model,
+    run,
+)
+from llmcompressor.errors import BudgetError, GateError, OutputError
+from llmcompressor.logger import logger
+from llmcompressor.quantization.base import QuantizationMixin
+from llmcompressor.recipe import Recipe
+from llmcompressor.recipe.recipe import renew_recipe
+from llmcompressor.runtime import durable
+from llmcompressor.runtime.progress import join_names
+from llmcompressor.runtime.run_record import CHECKING, phase
+from llmcompressor.schemes.budget import KL
+
+_LOSSES = "losses"
+
+
+def run_to_budget(job: Job, data: Source | None) -> Module:
+    """Run as :func:`~llmcompressor.entrypoints.run.run`, also where the budget is a divergence.
+
+    Args:
+        job: the arguments of the run.
+        data: the raw calibration data.
+
+    Raises:
+        BudgetError: no choice was measured to keep the limit.
+    """
+    return run(job, data) if job.kl_budget is None else _MeasuredRun(job)(data)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What all rounds share.
+
+    Attributes:
+        processor: as loaded; ``None`` if nothing needs it.
+        batches: of calibration.
+        compare: measures an output.
+        allowance: what there is to choose from, and how many bits its bytes are.
+        modifier: that has the budget.
+        key: of all that the choice depends on.
+        losses: what each candidate of each set is expected to lose, in nats a token.
+        curve: the best choices by size.
+        chosen: the places that an interrupted run has chosen, whose output is whole.
+    """
+
+    processor: Any
+    batches: Sequence[Any] | None
+    compare: Comparison
+    allowance: Allowance
+    modifier: QuantizationMixin
+    key: str
+    losses: list[list[float]]
+    curve: Sequence[CurvePoint]
+    chosen: tuple[int, ...] | None
+
+
+class _MeasuredRun:
+    """The steps of a run whose budget is a limit of the divergence.
+
+    Args:
+        job: the run.
+    """
+
+    def __init__(self, job: Job) -> None:
+        assert job.output_dir is not None
+        assert job.kl_budget is not None
+        self._job, self._target, self._budget = job, job.output_dir, job.kl_budget
+        self._recipe, self._resume = job.recipe, job.run_args.resume
+        if self._resume == "never":
+            remove_rounds(self._target)
+        self._journal = rounds_of(self._target)
+        began = (self._journal.fingerprint or {}).get(MOMENT)
+        if began is not None:
+            job.moment = datetime.fromisoformat(began)
+
+    def __call__(self, data: Source | None) -> Module:
+        """Search, and give the best output its name."""
+        ready, limit = self._prepare(data), self._budget.limit
+        made = self._recorded()
+        if ready.chosen is None:
+            overwrite = self._job.model_args.overwrite
+            with reserve_output(self._target, resume=self._resume, overwrite=overwrite):
+                self._make_rounds(ready, made)
+            best = best_round(made, limit)
+            if not best.keeps(limit) and not self._job.run_args.keep_rejected:
+                remove_rounds(self._target)
+                raise BudgetError(limit, best.kl, best.size, str(self._target))
+            adopt_output(self._place(made.index(best) + 1), self._target)
+        return self._finish(ready, made)
+
+    def _prepare(self, data: Source | None) -> _Ready:
+        """Load the data and the text, and measure what candidates lose, if that is not known."""
+        job = self._job
+        with opened_model(job) as blocks:
+            processor = job.load_processor()
+            with rendered_at(job.moment):
+                batches = job.pooled(job.load_data(blocks.model, processor, data))
+            compare = prepare_comparison(job, blocks.model, processor, batches)
+            blocks.load(check=batches is not None, tied=job.model_args.tie_word_embeddings)
+            opened = open_budget(job, blocks, partial(identity_with_budget, job, blocks, batches))
+            assert opened is not None
+            chosen = recorded_budget(job, opened)
+            self._check_same(opened, goes_on=chosen is not None)
+            losses = self._losses(opened, blocks, batches)
+            return _Ready(
+                processor,
+                batches,
+                compare,
+                opened.allowance,
+                opened.modifier,
+                opened.key,
+                losses,
+                curve_of(opened.finder, opened.allowance, losses),
+                None if chosen is None else chosen.places,
+            )
+
+    def _check_same(self, opened: OpenBudget, *, goes_on: bool) -> None:
+        """Refuse rounds of another run, and a run that must go on and has none."""
+        recorded = self._journal.fingerprint
+        if recorded is None:
+            if self._resume == "must" and not goes_on:
+                raise OutputError(
+                    f"There is nothing to resume: {rounds_folder(self._target)} is not there.",
+                    'Start with resume="auto" (the default).',
+                )
+            return
+        differing = RunIdentity(opened.identity).differences(recorded)
+        if differing:
+            raise OutputError(
+                f"{rounds_folder(self._target)} holds the rounds of another run: "
+                f"{join_names(differing, most=4, separator='; ')}.",
+                "Repeat the call that was broken off, choose another output directory, or pass "
+                'resume="never" (--resume never) to throw its rounds away.',
+            )
+
+    def _losses(
+        self, opened: OpenBudget, blocks: Blocks, batches: Sequence[Any] | None
+    ) -> list[list[float]]:
+        """What the candidates lose, as it was recorded; it is recorded if not."""
+        journal, job = self._journal, self._job
+        if _LOSSES in journal.choices:
+            return list(journal.choices[_LOSSES])
+        limits = MemoryLimits(job.run_args.max_memory)
+        losses = losses_of(
+            job,
+            blocks,
+            opened.options,
+            batches,
+            blocks.activation_room(limits.room),
+            device_memory=limits.of(blocks.device),
+        )
+        with disk_errors(self._target), creation_errors(self._target):
+            durable.make_folder(rounds_folder(self._target))
+            journal.begin(opened.identity)
+        journal.decide(_LOSSES, losses)
+        return losses
+
+    def _place(self, number: int) -> Path:
+        return rounds_folder(self._target) / str(number)
+
+    def _recorded(self) -> list[Round]:
+        """The rounds that an interrupted run has measured."""
+        numbers = map(str, itertools.count(1))
+        known = itertools.takewhile(self._journal.choices.__contains__, numbers)
+        return [Round.from_json(self._journal.choices[number]) for number in known]
+
+    def _make_rounds(self, ready: _Ready, made: list[Round]) -> None:
+        """Make and measure rounds until the search is over, and keep the best one of them."""
+        budget, options = self._budget, ready.allowance.options
+        search = RoundSearch(options.sizes, ready.losses, budget.limit, budget.rounds)
+        while (choice := search.following(made)) is not None:
+            number = len(made) + 1
+            folder = self._make(number, choice.options, ready)
+            with phase(CHECKING):
+                kl = ready.compare(folder)["kl"]
+            one = Round(choice.options, choice.bytes, choice.loss, kl, bytes_of_weights(folder))
+            self._journal.decide(str(number), one.as_json())
+            made.append(one)
+            told = "is kept" if one.keeps(budget.limit) else "is not kept"
+            logger.info(
+                f"Round {number} of at most {budget.rounds}: {one.size:,} bytes of weights, "
+                f"expected {one.loss:.4g}, measured {one.divergence:.4g}: {budget.limit:g} {told}."
+            )
+            self._remove_all_but(made.index(best_round(made, budget.limit)) + 1, made)
+
+    def _make(self, number: int, places: Sequence[int], ready: _Ready) -> Path:
+        """Make the model of a choice, and return the folder of its files."""
+        trial = copy.copy(self._job)
+        trial.output_dir, trial.engine, trial.gates = self._place(number), None, {}
+        trial.model_args = replace(trial.model_args, overwrite=True)
+        trial.run_args = replace(trial.run_args, resume=self._resumes, verify=False, report=False)
+        trial.recipe = self._chosen(ready, places)
+        trial.settled, trial.is_held = SettledBudget(ready.key, tuple(places)), True
+        with opened_model(trial) as blocks:
+            compress(trial, blocks, ready.processor, ready.batches)
+        held = work_folder(trial.output_dir) / FILES
+        return held if held.is_dir() else trial.output_dir
+
+    @property
+    def _resumes(self) -> str:
+        """How a round goes on: its progress is that of this run."""
+        return "mixed" if self._resume == "mixed" else "auto"
+
+    def _chosen(self, ready: _Ready, places: Sequence[int]) -> Recipe:
+        options = ready.allowance.options
+        return renew_recipe(with_choice(self._recipe, ready.modifier, options, places))
+
+    def _remove_all_but(self, kept: int, made: Sequence[Round]) -> None:
+        """Remove the outputs of rounds; of a run in memory none can become the output."""
+        for number in range(1, len(made) + 1):
+            place = self._place(number)
+            for folder in (place, *([] if number == kept else [work_folder(place)])):
+                if folder.exists():
+                    durable.remove(folder)
+
+    def _finish(self, ready: _Ready, made: Sequence[Round]) -> Module:
+        """Give the best output its name, or that of what is rejected."""
+        job, budget, allowance = self._job, self._budget, ready.allowance
+        places, figures = ready.chosen, None
+        if made:
+            best = best_round(made, budget.limit)
+            point = point_of_round(allowance, best)
+            tell_choice(allowance.options, point)
+            places, figures = best.places, figures_of(allowance.options, ready.curve, point, made)
+            if not best.keeps(budget.limit):  # measured again, and rejected
+                job.gates = {**job.gates, KL: budget.limit}
+        assert places is not None
+        job.settled = SettledBudget(ready.key, places, figures)
+        job.recipe = self._chosen(ready, places)
+        job.run_args = replace(job.run_args, resume=self._resumes)
+        try:
+            with opened_model(job) as blocks:
+                model = compress(job, blocks, ready.processor, ready.batches)
+        except GateError:
+            remove_rounds(self._target)
+            raise
+        remove_rounds(self._target)
+        return model
