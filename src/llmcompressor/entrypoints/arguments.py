@@ -341,9 +341,7 @@ class Task:
     @cached_property
     def kl_budget(self) -> Budget | None:
         """The budget of the recipe, if it is a limit of the divergence, which is measured."""
-        modifier = budgeted(self.recipe.modifiers)
-        found = None if modifier is None else parse_budget(modifier.budget)
-        return found if found is not None and found.kind == KL else None
+        return kl_budget_of(self.recipe)
 
     def check_free(self, target: Path) -> None:
         """Refuse an output directory that could not be written at the end.
@@ -458,6 +456,13 @@ class Task:
     def _is_ready_data(self) -> bool:
         """Return True if the data needs no processor."""
         return False
+
+
+def kl_budget_of(recipe: Recipe) -> Budget | None:
+    """Return the budget of a recipe if it is a limit of the divergence."""
+    modifier = budgeted(recipe.modifiers)
+    found = None if modifier is None else parse_budget(modifier.budget)
+    return found if found is not None and found.kind == KL else None
 
 
 def as_path(argument: str, given: Any) -> Path | None:

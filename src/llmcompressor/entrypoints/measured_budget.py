@@ -26,6 +26,7 @@ from typing import Any
 
 from torch.nn import Module
 
+from llmcompressor.args.gates import SIZE
 from llmcompressor.budget.rounds import Round, RoundSearch, best_round
 from llmcompressor.budget.search import (
     Allowance,
@@ -269,6 +270,14 @@ class _MeasuredRun:
         """How a round goes on: its progress is that of this run."""
         return "mixed" if self._resume == "mixed" else "auto"
 
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments that make the output again, by the recipe without a budget."""
+        found, gates = dict(self._job.call["arguments"]), self._job.gates
+        if gates:
+            found["gates"] = gates
+        unused = () if gates.keys() - {SIZE} else ("gate_dataset", "gate_reference")
+        return {name: one for name, one in found.items() if name not in unused}
+
     def _chosen(self, ready: _Ready, places: Sequence[int]) -> Recipe:
         options = ready.allowance.options
         return renew_recipe(with_choice(self._recipe, ready.modifier, options, places))
@@ -296,6 +305,7 @@ class _MeasuredRun:
         job.settled = SettledBudget(ready.key, places, figures)
         job.recipe = self._chosen(ready, places)
         job.run_args = replace(job.run_args, resume=self._resumes)
+        job.call = {**job.call, "arguments": self._arguments()}
         try:
             with opened_model(job) as blocks:
                 model = compress(job, blocks, ready.processor, ready.batches)

@@ -54,6 +54,7 @@ from llmcompressor.entrypoints.arguments import (
     check_run_types,
     first_before_others,
     is_idle,
+    kl_budget_of,
 )
 from llmcompressor.entrypoints.fingerprints import (
     data_fingerprint,
@@ -309,13 +310,14 @@ _FOR_THE_FIRST = ("config_name", "model_revision")
 _QUANTIZED, _ROTATED = "has quantized", "rotates at run time"
 _MULTIPLIED_IN = {"R1", "R2"}
 """Rotations of which nothing is left in the forward."""
-_OF_GATES = ("gates", "gate_dataset", "gate_reference")
+_OF_GATES = ("gates", "gate_dataset", "gate_reference", "keep_rejected")
 """Arguments of the last stage, and of others whose recipe has gates of its own."""
 _OF_TRAINING = {"distill_teacher", "max_train_samples"}
 """What ``oneshot`` takes and training alone goes by."""
 _OF_ONE_RANK = {"cache_dir", "dataset", "dataset_path", "device"}
 """Arguments that ranks may be given different values of."""
 _NOT_RECORDED = (
+    "keep_rejected",
     "loggers",
     "log_dir",
     "overwrite",
@@ -598,20 +600,23 @@ def _give_gates(plan: list[_Stage], model: Any, given: Mapping[str, Any]) -> Non
         ArgumentError: that is an object, which the stages before change.
     """
     of_call, last = parse_gates("gates", given.get("gates") or {}), plan[-1]
-    measuring = [one for one in plan if one.recipe.gates.keys() - {SIZE}]
+    searching = [one for one in plan if kl_budget_of(one.recipe) is not None]
+    measuring = [one for one in plan if one.recipe.gates.keys() - {SIZE} or one in searching]
     if of_call.keys() - {SIZE} or not measuring:
         measuring = [one for one in measuring if one is not last] + [last]
     for stage in plan:
         kept = {"gates"} if stage is last else set()
         kept |= {"gate_dataset", "gate_reference"} if stage in measuring else set()
+        kept |= {"keep_rejected"} if stage in searching or not searching else set()
         for name in set(_OF_GATES) - kept:
             stage.arguments.pop(name, None)
-        needs = stage in measuring and (stage.recipe.gates.keys() | of_call.keys()) - {SIZE}
+        limits = (stage.recipe.gates.keys() | of_call.keys()) - {SIZE}
+        needs = stage in searching or (stage in measuring and limits)
         if stage is plan[0] or not needs or given.get("gate_reference") is not None:
             continue
         if not isinstance(model, str | os.PathLike):
             raise ArgumentError(
-                f"The gates of the stage {stage.name!r} compare with the original model, and that "
+                f"The limits of the stage {stage.name!r} compare with the original model, and that "
                 "is an object, which the stages before change.",
                 "Give its folder: gate_reference=...",
             )
