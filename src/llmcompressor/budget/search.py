@@ -52,7 +52,7 @@ class SettledBudget:
     Attributes:
         key: of all that the choice depends on.
         places: the place of the candidate of each set.
-        figures: what the report says of it; ``None`` if an interrupted run has recorded that.
+        figures: what the report says of it; ``None`` if the output is whole already.
     """
 
     key: str

@@ -508,11 +508,28 @@ def resumable_fingerprint(target: Path, *, has_progress: bool = True) -> dict[st
         target: the output directory.
         has_progress: a run that has finished nothing does not count.
     """
+    found = _journal_of(target)
+    if found is None or (has_progress and not found.has_progress):
+        return None
+    return found.fingerprint
+
+
+def resumable_run(target: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fingerprint and the choices of an interrupted run, also if it finished nothing.
+
+    Args:
+        target: the output directory.
+    """
+    found = _journal_of(target)
+    return ({}, {}) if found is None else (found.fingerprint or {}, found.choices)
+
+
+def _journal_of(target: Path) -> Journal | None:
+    """Return the journal of an output's work folder; ``None`` if it is damaged: the run tells."""
     try:
-        found = Journal(work_folder(target.expanduser().resolve()) / _JOURNAL)
+        return Journal(work_folder(target.expanduser().resolve()) / _JOURNAL)
     except OutputError:
-        return None  # a damaged journal, which the run itself reports
-    return found.fingerprint if found.has_progress or not has_progress else None
+        return None
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from llmcompressor.budget.search import (
 )
 from llmcompressor.budget.sensitivity import measure_losses, weight_errors
 from llmcompressor.checkpoint.block_stream import ResidentBlocks, StreamedBlocks
-from llmcompressor.checkpoint.journal import PROCESSOR, resumable_fingerprint
+from llmcompressor.checkpoint.journal import PROCESSOR, resumable_run
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.arguments import Job
 from llmcompressor.entrypoints.verify import check_servable, is_meant_unservable
@@ -109,7 +109,7 @@ def settle_budget(
     if opened is None:
         return None
     settled = recorded_budget(job, opened)
-    if settled is None:
+    if settled is None or settled.figures is None:  # killed between the two: found again
         losses = losses_of(
             job, blocks, opened.options, batches, room(), device_memory=device_memory
         )
@@ -174,12 +174,13 @@ def recorded_budget(job: Job, opened: OpenBudget) -> SettledBudget | None:
     """Return what an interrupted run has chosen, if this one continues it."""
     if job.output_dir is None or job.run_args.resume == "never":
         return None
-    found = (resumable_fingerprint(job.output_dir, has_progress=False) or {}).get(BUDGET)
+    fingerprint, choices = resumable_run(job.output_dir)
+    found = fingerprint.get(BUDGET)
     count = len(opened.options.sets)
     if found is None or found["key"] != opened.key or len(found["places"]) != count:
         return None
     logger.info("The schemes of the budget are those that the interrupted run has found.")
-    return SettledBudget(opened.key, tuple(found["places"]))
+    return SettledBudget(opened.key, tuple(found["places"]), choices.get(f"0.{BUDGET}"))
 
 
 def with_choice(

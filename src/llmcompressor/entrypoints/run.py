@@ -695,6 +695,7 @@ class _Run:
         self._began_with: Mapping[str, Any] = {}
         self._gates: Gates | None = None
         self._budget: SettledBudget | None = None
+        self._of_budget: Mapping[str, Any] | None = None
 
     def __call__(self) -> Module:
         """Load, check, compress, write and publish."""
@@ -738,6 +739,8 @@ class _Run:
         check_attention_forward(model, self._batches, self._modifiers, session.state)
         self._passes = split_into_passes(self._modifiers, job.pipeline())
         with blocks.writing(self._plan_output(), self._report):
+            if self._budget is not None and not job.is_held:
+                self._of_budget = blocks.decide(BUDGET, self._budget.figures)
             self._run_passes()
             ranks = session.state.run.ranks
             report = self._whole_report(ranks)
@@ -756,9 +759,8 @@ class _Run:
         of_run: dict[str, Any] = {}
         if blocks.processors:
             of_run[PROCESSORS] = blocks.processors
-        if self._budget is not None and not self._job.is_held:
-            figures = blocks.decide(BUDGET, self._budget.figures)
-            of_run |= {BUDGET: figures} if figures else {}
+        if self._of_budget:
+            of_run[BUDGET] = self._of_budget
         if ranks is not None:
             of_run[RANKS] = shares_of(ranks)
         return {**(found or {}), **of_run} if of_run else found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from safetensors.torch import load_file
 from tests.support import small_models as small
 from transformers import AutoModelForCausalLM
 
-from llmcompressor import model_free_ptq, oneshot, plan, train
+from llmcompressor import model_free_ptq, oneshot, plan, reproduce, train
 from llmcompressor.checkpoint import block_stream
 from llmcompressor.entrypoints import budget as search
 from llmcompressor.errors import ArgumentError, InputError, RecipeError, TargetError
 from llmcompressor.modeling.fused import expert_sets, fused_sets
 from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.reporting.report import write_page
 
 CANDIDATES = ["W3A16", "W4A16", "W8A16"]
 MODELS: dict[str, Callable[[], Any]] = {
@@ -161,6 +163,24 @@ def test_without_a_model_class_errors_of_weights_decide(
 def test_bits_stand_for_a_recipe(folder: Callable[[str], Path], tmp_path: Path) -> None:
     model = run(folder("llama"), tmp_path / "out", None, bits=6)
     assert set(schemes_of(model).values()) == {4, 8}
+    assert reproduce(tmp_path / "out", dataset=small.token_rows()).same
+
+
+def test_the_report_has_the_curve_of_the_plan(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    given = {"model": folder("llama"), "data": small.token_rows()}
+    planned = plan(given["model"], recipe(budget={"bits": 5}), given["data"], max_seq_length=16)
+    run(folder("llama"), tmp_path / "out", recipe(budget={"bits": 5}))
+    report = json.loads((tmp_path / "out" / "compression_report.json").read_text())
+    found = report["budget"]
+    points = {one["bytes"]: one["loss"] for one in [*found["curve"], found["chosen"]]}
+    assert points == {one.bytes: one.loss for one in planned.budget}
+    assert found["chosen"]["bytes"] == weight_bytes(tmp_path / "out")
+    assert not found["rounds"]
+    page = write_page(tmp_path / "out").read_text()
+    for size in points:
+        assert f"{size:,} bytes" in page.partition('id="budget"')[2].partition("</section>")[0]
 
 
 class _CrashError(Exception):
@@ -187,9 +207,8 @@ def test_an_interrupted_run_goes_on_with_its_choice(
         patched.setattr(search, "measure_losses", lambda *_, **__: pytest.fail("measured again"))
         again = run(folder("llama"), tmp_path / "out", recipe(budget={"bits": 5}), resume="must")
     assert schemes_of(again) == schemes_of(whole)
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (
-        tmp_path / "whole/model.safetensors"
-    ).read_bytes()
+    for name in ("model.safetensors", "compression_report.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
@@ -227,8 +246,8 @@ def test_what_cannot_be_is_refused_before_any_work(
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"budget": {"kl": 0.1}}, "no key 'kl'"),
-        ({"budget": {}}, "neither bits nor size"),
+        ({"budget": {"nats": 0.1}}, "no key 'nats'"),
+        ({"budget": {}}, "no limit"),
         ({"budget": {"bits": 4, "size": 5}}, "both bits and size"),
         ({"budget": {"bits": 0.5}}, "from 1.0 to 16.0"),
         ({"budget": 4}, "must be a mapping"),
@@ -252,9 +271,9 @@ def test_a_wrong_budget_is_refused_when_the_recipe_is_read(
 def test_arguments_and_recipes_do_not_mix(folder: Callable[[str], Path]) -> None:
     with pytest.raises(ArgumentError, match="stands for a recipe"):
         run(folder("llama"), None, recipe(budget={"bits": 5}), bits=5)
-    with pytest.raises(ArgumentError, match="both were given"):
+    with pytest.raises(ArgumentError, match="both given"):
         run(folder("llama"), None, None, bits=5, size="1GB")
-    with pytest.raises(ArgumentError, match="none was given"):
+    with pytest.raises(ArgumentError, match="without a limit"):
         run(folder("llama"), None, None, candidates=["W4A16", "W8A16"])
 
 

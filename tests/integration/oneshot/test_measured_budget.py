@@ -218,8 +218,25 @@ def test_a_run_that_is_killed_goes_on(
     assert len(known) > 0
     assert len(measured) == rounds - len(known)
     assert weights(out) == weights(whole)
-    assert found_of(out) == found_of(whole)
+    for name in ("compression_report.json", "recipe.yaml"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert [one.name for one in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_in_memory_keeps_its_rounds(
+    model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"pipeline": "basic", "model": model, "text": text}
+    run(out=tmp_path / "whole", **given)
+    with monkeypatch.context() as patched:
+        _killed_while_measuring(patched)
+        with pytest.raises(_KilledError):
+            run(out=tmp_path / "out", **given)
+    monkeypatch.setattr(sensitivities, "measure_losses", lambda *_, **__: pytest.fail("again"))
+    run(out=tmp_path / "out", **given)
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert found_of(tmp_path / "out") == found_of(tmp_path / "whole")
+    assert {one.name for one in tmp_path.iterdir()} == {"out", "whole"}
 
 
 def test_rounds_of_another_run_are_kept(

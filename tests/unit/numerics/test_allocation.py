@@ -8,7 +8,12 @@ import random
 
 import pytest
 
-from llmcompressor.numerics.allocation import Choice, choose_options, size_range
+from llmcompressor.numerics.allocation import (
+    Choice,
+    choose_options,
+    size_range,
+    smallest_choice,
+)
 
 
 def _by_trial(sizes, losses, limit: int) -> float | None:
@@ -47,6 +52,25 @@ def test_no_other_choice_within_the_limit_has_less_loss(seed: int) -> None:
         picked = list(zip(sizes, losses, found.options, strict=True))
         assert found.bytes == sum(one[place] for one, _, place in picked)
         assert found.loss == pytest.approx(sum(one[place] for _, one, place in picked))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_smaller_choice_loses_as_little(seed: int) -> None:
+    sizes, losses = _case(seed)
+    least, most = (sum(end(one) for one in losses) for end in (min, max))
+    for share in (0.0, 0.2, 0.5, 0.9, 1.0):
+        limit = (least + (most - least) * share) * (1 + 1e-9)
+        found = smallest_choice(sizes, losses, limit)
+        picked = (
+            sum(one[place] for one, place in zip(sizes, each, strict=True))
+            for each in itertools.product(*(range(len(one)) for one in sizes))
+            if sum(one[place] for one, place in zip(losses, each, strict=True)) <= limit
+        )
+        assert found is not None
+        assert found.bytes == min(picked)
+        assert found.loss <= limit
+        assert found == choose_options(sizes, losses, found.bytes)
+    assert smallest_choice(sizes, losses, least - 1e-3) is None
 
 
 def test_hundreds_of_parts_have_one_answer() -> None:
