@@ -71,7 +71,7 @@ from llmcompressor.entrypoints.run import (
     run,
 )
 from llmcompressor.errors import BudgetError, GateError, OutputError
-from llmcompressor.logger import logger
+from llmcompressor.logger import log_progress
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.recipe import renew_recipe
@@ -246,7 +246,7 @@ class _MeasuredRun:
             self._journal.decide(str(number), one.as_json())
             made.append(one)
             told = "is kept" if one.keeps(budget.limit) else "is not kept"
-            logger.info(
+            log_progress(
                 f"Round {number} of at most {budget.rounds}: {one.size:,} bytes of weights, "
                 f"expected {one.loss:.4g}, measured {one.divergence:.4g}: {budget.limit:g} {told}."
             )

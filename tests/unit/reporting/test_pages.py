@@ -23,7 +23,7 @@ from llmcompressor.evaluation.metrics import Report, TaskScore
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.reporting.cards import depth_chart
-from llmcompressor.reporting.charts import Dot, over_depth
+from llmcompressor.reporting.charts import Dot, along_sizes, over_depth
 from llmcompressor.reporting.contents import Matrix, contents_of
 from llmcompressor.reporting.page import Card, Figure, data_of, render
 from llmcompressor.reporting.report import write_page
@@ -327,6 +327,19 @@ def test_the_error_of_a_share_of_rows_is_close_to_that_of_all(strategy: str) -> 
 
 # --------------------
 # In a browser.
+
+
+def test_only_the_curve_of_sizes_is_a_line() -> None:
+    curve = [Dot(1.0 + place, 0.1 / 4**place, f"point {place}") for place in range(4)]
+    measured = [Dot(2.5, 0.02, "round 1"), Dot(1.5, 0.05, "round 2"), Dot(3.0, 0.0, "round 3")]
+    drawn = along_sizes(curve, {"chosen": curve[1:2], "measured": measured}, "nats", name="curve")
+    assert drawn.count('class="line reactive') == 1
+    titles = re.findall(r"<title>((?:point|round) \d)[^<]*</title>", drawn)
+    assert sorted(titles) == [
+        *("point 0", "point 1", "point 1", "point 2", "point 3"),
+        *("round 1", "round 2"),  # what is not positive has no place on a logarithmic axis
+    ]
+
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
