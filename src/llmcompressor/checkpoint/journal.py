@@ -23,6 +23,7 @@ output is whole, and the same call ends there.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -62,6 +63,8 @@ PROCESSOR, PROCESSORS = "processor", "processors"
 _JOURNAL, _LOCK, SCRATCH = "journal", "lock", "scratch"
 
 
+_ROUND = re.compile(r"\d+(\.partial.*)?")
+"""The name of a round's output or work folder."""
 _OF_ANOTHER_RUN = (
     "Repeat the call that was broken off, with the model and the data that it had, choose another "
     'output directory, or pass resume="never" (--resume never) to throw that progress away.'
@@ -441,9 +444,9 @@ def rounds_of(target: Path) -> Journal:
     """
     folder = rounds_folder(target)
     file = folder / _JOURNAL
-    if (folder.exists() and not folder.is_dir()) or (
-        folder.is_dir() and any(folder.iterdir()) and not file.is_file()
-    ):
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    is_ours = file.is_file() or all(map(_ROUND.fullmatch, names))
+    if folder.exists() and not (folder.is_dir() and is_ours):
         raise OutputError(
             f"{folder} is where the rounds of a search go, and it holds something else.",
             "Move it elsewhere, or choose another output directory.",
@@ -458,21 +461,16 @@ def remove_rounds(target: Path) -> None:
         durable.remove(folder)
 
 
-def adopt_output(held: Path, target: Path) -> bool:
+def adopt_output(held: Path, target: Path) -> None:
     """Give a whole output that has no name, of another target, to a run on ``target`` to go on.
 
     Args:
-        held: the target that it was made for.
+        held: the target that it was made for; nothing is done if it has no whole output.
         target: that of the run, which has no progress.
-
-    Returns:
-        False if nothing is held there.
     """
     folder = work_folder(held)
-    if not Journal(folder / _JOURNAL).is_ready:
-        return False
-    durable.rename(folder, work_folder(target))
-    return True
+    if Journal(folder / _JOURNAL).is_ready:
+        durable.rename(folder, work_folder(target))
 
 
 def _forget_published(folder: Path, target: Path, *, overwrite: bool) -> None:

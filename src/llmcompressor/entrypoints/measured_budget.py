@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -49,12 +51,14 @@ from llmcompressor.checkpoint.journal import (
     adopt_output,
     remove_rounds,
     reserve_output,
+    resumable_run,
     rounds_of,
 )
 from llmcompressor.datasets.source import Source
 from llmcompressor.datasets.text import rendered_at
 from llmcompressor.entrypoints.arguments import MOMENT, Job
 from llmcompressor.entrypoints.budget import (
+    BUDGET,
     OpenBudget,
     losses_of,
     open_budget,
@@ -136,31 +140,43 @@ class _MeasuredRun:
         self._job, self._target, self._budget = job, job.output_dir, job.kl_budget
         self._recipe, self._resume = job.recipe, job.run_args.resume
         if self._resume == "never":
-            remove_rounds(self._target)
+            with self._reserved():
+                remove_rounds(self._target)
         self._journal = rounds_of(self._target)
+        self._is_settled = BUDGET in resumable_run(self._target)[0]
         began = (self._journal.fingerprint or {}).get(MOMENT)
         if began is not None:
             job.moment = datetime.fromisoformat(began)
 
     def __call__(self, data: Source | None) -> Module:
         """Search, and give the best output its name."""
-        ready, limit = self._prepare(data), self._budget.limit
-        made = self._recorded()
-        if ready.chosen is None:
-            overwrite = self._job.model_args.overwrite
-            with reserve_output(self._target, resume=self._resume, overwrite=overwrite):
-                self._make_rounds(ready, made)
-            best = best_round(made, limit)
-            if not best.keeps(limit) and not self._job.run_args.keep_rejected:
-                remove_rounds(self._target)
-                raise BudgetError(limit, best.kl, best.size, str(self._target))
-            adopt_output(self._place(made.index(best) + 1), self._target)
+        with disk_errors(self._target):
+            return self._run(data)
+
+    def _run(self, data: Source | None) -> Module:
+        made, limit = self._recorded(), self._budget.limit
+        if self._is_settled:
+            return self._finish(self._prepare(data), made)
+        with self._reserved():
+            ready = self._prepare(data)
+            self._make_rounds(ready, made)
+        best = best_round(made, limit)
+        if not best.keeps(limit) and not self._job.run_args.keep_rejected:
+            remove_rounds(self._target)
+            raise BudgetError(limit, best.kl, best.size, str(self._target))
+        adopt_output(self._place(made.index(best) + 1), self._target)
         return self._finish(ready, made)
+
+    def _reserved(self) -> AbstractContextManager[None]:
+        """Keep other runs from the output, and from the rounds."""
+        overwrite = self._job.model_args.overwrite
+        return reserve_output(self._target, resume=self._resume, overwrite=overwrite)
 
     def _prepare(self, data: Source | None) -> _Ready:
         """Load the data and the text, and measure what candidates lose, if that is not known."""
-        job = self._job
-        with opened_model(job) as blocks:
+        job, opening = self._job, copy.copy(self._job)
+        opening.output_dir = self._place(0)  # the output itself is reserved
+        with opened_model(opening) as blocks:
             processor = job.load_processor()
             with rendered_at(job.moment):
                 batches = job.pooled(job.load_data(blocks.model, processor, data))
@@ -168,7 +184,7 @@ class _MeasuredRun:
             blocks.load(check=batches is not None, tied=job.model_args.tie_word_embeddings)
             opened = open_budget(job, blocks, partial(identity_with_budget, job, blocks, batches))
             assert opened is not None
-            chosen = recorded_budget(job, opened)
+            chosen = recorded_budget(job, opened) if self._is_settled else None
             self._check_same(opened, goes_on=chosen is not None)
             losses = self._losses(opened, blocks, batches)
             return _Ready(
@@ -185,21 +201,24 @@ class _MeasuredRun:
 
     def _check_same(self, opened: OpenBudget, *, goes_on: bool) -> None:
         """Refuse rounds of another run, and a run that must go on and has none."""
-        recorded = self._journal.fingerprint
-        if recorded is None:
-            if self._resume == "must" and not goes_on:
-                raise OutputError(
-                    f"There is nothing to resume: {rounds_folder(self._target)} is not there.",
-                    'Start with resume="auto" (the default).',
-                )
-            return
-        differing = RunIdentity(opened.identity).differences(recorded)
-        if differing:
+        recorded, folder = self._journal.fingerprint, rounds_folder(self._target)
+        remedy = (
+            "Repeat the call that was broken off, choose another output directory, or pass "
+            'resume="never" (--resume never) to throw that away.'
+        )
+        if recorded is not None:
+            differing = RunIdentity(opened.identity).differences(recorded)
+            if differing:
+                told = join_names(differing, most=4, separator="; ")
+                raise OutputError(f"{folder} holds the rounds of another run: {told}.", remedy)
+        elif self._resume == "must" and not goes_on:
             raise OutputError(
-                f"{rounds_folder(self._target)} holds the rounds of another run: "
-                f"{join_names(differing, most=4, separator='; ')}.",
-                "Repeat the call that was broken off, choose another output directory, or pass "
-                'resume="never" (--resume never) to throw its rounds away.',
+                f"There is nothing to resume: {folder} is not there.",
+                'Start with resume="auto" (the default).',
+            )
+        if self._is_settled and not goes_on:
+            raise OutputError(
+                f"{work_folder(self._target)} holds the progress of another run.", remedy
             )
 
     def _losses(
@@ -218,7 +237,7 @@ class _MeasuredRun:
             blocks.activation_room(limits.room),
             device_memory=limits.of(blocks.device),
         )
-        with disk_errors(self._target), creation_errors(self._target):
+        with creation_errors(self._target):
             durable.make_folder(rounds_folder(self._target))
             journal.begin(opened.identity)
         journal.decide(_LOSSES, losses)
@@ -242,6 +261,7 @@ class _MeasuredRun:
             folder = self._make(number, choice.options, ready)
             with phase(CHECKING):
                 kl = ready.compare(folder)["kl"]
+            kl = kl if kl is not None and math.isfinite(kl) else None
             one = Round(choice.options, choice.bytes, choice.loss, kl, bytes_of_weights(folder))
             self._journal.decide(str(number), one.as_json())
             made.append(one)
