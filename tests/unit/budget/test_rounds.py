@@ -79,9 +79,7 @@ def test_the_smallest_point_that_keeps_the_limit_is_found(model: str, seed: int)
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("rounds", [2, 3, 6])
-def test_a_few_rounds_end_with_one_that_keeps_the_limit_if_any_does(
-    model: str, rounds: int
-) -> None:
+def test_a_few_rounds_end_with_one_that_keeps_the_limit(model: str, rounds: int) -> None:
     sizes, losses = _case(5, sets=9)
     for limit in (0.004, 0.02, 0.09):
         made = _searched(RoundSearch(sizes, losses, limit, rounds), MODELS[model])
@@ -115,7 +113,7 @@ def test_a_search_goes_on_from_its_rounds() -> None:
     assert search.following(read) is None
 
 
-def test_where_nothing_keeps_the_limit_the_least_divergence_is_the_best() -> None:
+def test_of_rounds_that_miss_the_limit_the_nearest_is_the_best() -> None:
     def made(size: int, kl: float | None) -> Round:
         return Round((0,), size, 0.1, kl, size)
 
