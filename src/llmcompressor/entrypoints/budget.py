@@ -78,24 +78,20 @@ def writing_of(job: Job, blocks: StreamedBlocks | ResidentBlocks) -> Writing:
 def settle_budget(
     job: Job,
     blocks: StreamedBlocks | ResidentBlocks,
-    batches: Sequence[Mapping[str, Any]] | None,
     identity: Callable[[], Mapping[str, Any]],
-    room: Callable[[], int | None],
+    measure: Callable[[BudgetOptions], list[list[float]]],
     *,
     ranks: Ranks | None = None,
-    device_memory: int | None = None,
 ) -> SettledBudget | None:
     """Find the schemes for the budget of a run's recipe, and put them into the recipe.
 
     Args:
         job: the run; its recipe has plain ``config_groups`` afterwards.
         blocks: the model, loaded as far as it stays in memory.
-        batches: calibration batches; ``None``: errors of weights count.
         identity: of the run, with the budget in its recipe. An interrupted run with the same
             identity keeps the schemes that it had found.
-        room: bytes that activations may take in main memory; ``None`` for half of what is free.
+        measure: finds the loss of each set and candidate, as :func:`losses_of`.
         ranks: the ranks of the run; all get the choice of the first.
-        device_memory: limit for bytes on an accelerator.
 
     Returns:
         The choice; ``None`` without a budget.
@@ -110,9 +106,7 @@ def settle_budget(
         return None
     settled = recorded_budget(job, opened)
     if settled is None or settled.figures is None:  # killed between the two: found again
-        losses = losses_of(
-            job, blocks, opened.options, batches, room(), device_memory=device_memory
-        )
+        losses = measure(opened.options)
         point = choose(opened.finder, opened.allowance, losses)
         tell_choice(opened.options, point)
         curve = curve_of(opened.finder, opened.allowance, losses)
@@ -148,15 +142,24 @@ def open_budget(
 
 
 def losses_of(
+    options: BudgetOptions,
     job: Job,
     blocks: StreamedBlocks | ResidentBlocks,
-    options: BudgetOptions,
     batches: Sequence[Mapping[str, Any]] | None,
-    room: int | None,
+    room: Callable[[], int | None],
     *,
     device_memory: int | None = None,
 ) -> list[list[float]]:
-    """Measure the losses of each set and candidate; arguments as of :func:`settle_budget`."""
+    """The loss of each set and candidate.
+
+    Args:
+        options: the sets and candidates.
+        job: the run.
+        blocks: the model, loaded as far as it stays in memory.
+        batches: calibration batches; ``None``: errors of weights count.
+        room: bytes that activations may take in main memory; ``None`` for half of what is free.
+        device_memory: limit for bytes on an accelerator.
+    """
     if batches is None:
         return weight_errors(blocks.model, options, blocks)
     return measure_losses(
@@ -164,7 +167,7 @@ def losses_of(
         options,
         batches,
         source=blocks,
-        budget=job.dataset_args.activation_budget or room,
+        budget=job.dataset_args.activation_budget or room(),
         device_memory=device_memory,
         use_loss_mask=job.dataset_args.use_loss_mask,
     )

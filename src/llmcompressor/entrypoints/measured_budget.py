@@ -230,11 +230,11 @@ class _MeasuredRun:
             return list(journal.choices[_LOSSES])
         limits = MemoryLimits(job.run_args.max_memory)
         losses = losses_of(
+            opened.options,
             job,
             blocks,
-            opened.options,
             batches,
-            blocks.activation_room(limits.room),
+            partial(blocks.activation_room, limits.room),
             device_memory=limits.of(blocks.device),
         )
         with creation_errors(self._target):

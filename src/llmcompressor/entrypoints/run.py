@@ -75,7 +75,7 @@ from llmcompressor.entrypoints.arguments import (
     compression_report,
     parse_device,
 )
-from llmcompressor.entrypoints.budget import BUDGET, settle_budget
+from llmcompressor.entrypoints.budget import BUDGET, losses_of, settle_budget
 from llmcompressor.entrypoints.fingerprints import (
     fingerprint_of,
     model_fingerprint,
@@ -708,15 +708,16 @@ class _Run:
             self._check_alike(blocks.model)
             self._began_with = fingerprint_of(job.model_args.model, blocks.model, job.source)
         blocks.load(check=self._batches is not None, tied=job.model_args.tie_word_embeddings)
-        self._budget = settle_budget(
-            job,
-            blocks,
-            self._batches,
-            self.identity_before,
-            partial(blocks.activation_room, limits.room),
-            ranks=session.state.run.ranks,
+        measure = partial(
+            losses_of,
+            job=job,
+            blocks=blocks,
+            batches=self._batches,
+            room=partial(blocks.activation_room, limits.room),
             device_memory=session.state.run.device_memory,
         )
+        ranks = session.state.run.ranks
+        self._budget = settle_budget(job, blocks, self.identity_before, measure, ranks=ranks)
         going_on = session.initialize(
             model=blocks.model,
             start=-1,
