@@ -239,6 +239,27 @@ def test_a_run_in_memory_keeps_its_rounds(
     assert {one.name for one in tmp_path.iterdir()} == {"out", "whole"}
 
 
+def test_a_second_run_on_the_output_is_refused(
+    model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, own = tmp_path / "out", measuring.evaluate
+    refused: list[str] = []
+
+    def evaluate_beside(*args: Any, **given: Any) -> Any:
+        before = sorted(one.name for one in (tmp_path / "out.rounds").iterdir())
+        for resume in ("auto", "never"):
+            with pytest.raises(OutputError) as error:
+                run(model, out, text, resume=resume)
+            refused.append(str(error.value))
+        assert sorted(one.name for one in (tmp_path / "out.rounds").iterdir()) == before
+        return own(*args, **given)
+
+    monkeypatch.setattr(measuring, "evaluate", evaluate_beside)
+    run(model, out, text, recipe(kl=50.0))
+    assert len(refused) == 2
+    assert all("another run" in one.lower() for one in refused), refused
+
+
 def test_rounds_of_another_run_are_kept(
     model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
