@@ -98,6 +98,7 @@ class OneshotKeywords(TypedDict, total=False):
     verify: bool
     verify_with: str | None
     verify_python: str | None
+    verify_timeout: float | None
     report: bool
     gates: list[str] | str | dict[str, Any] | None
     gate_dataset: Any

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llmcompressor.args.checks import (
@@ -287,6 +288,9 @@ class RunArguments(CheckedFields):
     )
     verify_python: str | None = argument(
         "The Python of the engine's environment, if not this one.", optional(string)
+    )
+    verify_timeout: float | None = argument(
+        "Seconds that the engine has for one model; not given: 900.", optional(number(0, inf))
     )
     report: bool = argument(
         "Write report.html beside the weights, a page that shows what the run did.",

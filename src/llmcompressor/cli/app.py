@@ -112,6 +112,9 @@ _Engine = Annotated[
 _EnginePython = Annotated[
     str | None, typer.Option(help="The Python of the engine's environment, if not this one.")
 ]
+_EngineTime = Annotated[
+    float | None, typer.Option(help="Seconds that the engine has for one model. (default: 900)")
+]
 _GateText = Annotated[str | None, typer.Option(help="Text to measure gates on, as for evaluate.")]
 _GateReference = Annotated[
     str | None, typer.Option(help="The original to compare with, if not MODEL.")
@@ -258,6 +261,7 @@ def _model_free(
     gate_reference: _GateReference = None,
     verify_with: _Engine = None,
     verify_python: _EnginePython = None,
+    verify_timeout: _EngineTime = None,
     verbose: Verbose = 0,
     debug: Debug = False,
 ) -> None:
@@ -284,6 +288,7 @@ def _model_free(
             gate_reference=gate_reference,
             verify_with=verify_with,
             verify_python=verify_python,
+            verify_timeout=verify_timeout,
         )
         typer.echo(f"Written: {folder}")
 
@@ -319,12 +324,8 @@ def _verify(
         str | None,
         typer.Option("--with", help="Also run it in this engine: vllm, transformers or sglang."),
     ] = None,
-    python: Annotated[
-        str | None, typer.Option(help="The Python of the engine's environment, if not this one.")
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds that the engine has for one model. (default: 900)")
-    ] = None,
+    python: _EnginePython = None,
+    timeout: _EngineTime = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     debug: Debug = False,

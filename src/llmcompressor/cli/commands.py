@@ -222,6 +222,8 @@ _MODEL_OPTIONS = option_parameters(ModelArguments, panel="Model", skip=["model"]
 _RECIPE_OPTIONS = option_parameters(RecipeArguments, panel="Recipe")
 _BUDGET = (*BUDGETS, "candidates")
 """Fields that stand for a recipe of oneshot."""
+_OF_ENGINES = ("verify_with", "verify_python", "verify_timeout")
+"""Fields of what is asked at the end of a run."""
 
 
 def _signed(
@@ -330,7 +332,7 @@ def run_command(*, debug: bool, verbose: int, **given: Any) -> None:
     *option_parameters(
         RunArguments,
         panel="Run",
-        skip=["dry_run", "keep_rejected", "resume", "verify", "verify_with", "verify_python"],
+        skip=["dry_run", "keep_rejected", "resume", "verify", *_OF_ENGINES],
     ),
 )
 def plan_command(

@@ -58,7 +58,15 @@ _MOST_TOKENS = 40
 """Tokens of a prompt."""
 _LEAST_TOKENS = 4
 _OF_PLATFORM = re.compile(r"\bkernels?\b|backend|capability|platform", re.IGNORECASE)
-_LATE = "Give it more time by --timeout (timeout=), or see what else the machine does."
+_LATE = (
+    "Give it more time by --timeout (timeout=; of a run --verify-timeout, verify_timeout=), or see "
+    "what else the machine does."
+)
+_KILLED = (
+    "Leave it more memory, or verify where there is more; where memory was not short, see who "
+    "ended it."
+)
+_CRASHED = "Take another release of the engine or another machine."
 _CPU = "A device that the engine has a kernel for runs it."
 
 
@@ -99,7 +107,7 @@ def verify_with(
         is_trial: take only as many of the first blocks as hold one of each kind.
 
     Returns:
-        The report with the engine's findings (E1 to E9) and figures.
+        The report with the engine's findings (E1 to E10) and figures.
 
     Raises:
         ArgumentError: the engine cannot be imported, or there is no room for the decoded model.
@@ -148,6 +156,9 @@ class _Trial:
         folder = self._served()
         answer = self._ask(folder, "quantized")
         self.told = replace(self.told, versions=answer.versions)
+        if answer.is_crash and answer.stage != "importing":
+            self._tell_crash(answer)
+            return
         if answer.may_lack_a_kernel and self.engine.name == "vllm":
             answer = self._with_stand_ins(folder, answer)
         if answer.error:
@@ -178,6 +189,8 @@ class _Trial:
             said = f"This platform has no kernel for it, and nothing was loaded: {again.error}"
             self._say("E4", "", _sentence(said), _CPU, Severity.WARNING)
             return again
+        if again.is_broken_off:
+            return again
         if again.error:
             return refused
         self.told = replace(self.told, status="loaded, not run")
@@ -194,12 +207,10 @@ class _Trial:
             raise ArgumentError(
                 f"{self.engine.name} cannot be used by {self.engine.python}: "
                 f"{_sentence(answer.error)}",
-                _LATE if answer.is_late else "Mend that environment, or name another by --python.",
+                _remedy_of_end(answer) or "Mend that environment, or name another by --python.",
             )
-        if answer.is_late:
-            self.told = replace(self.told, status="failed")
-            said = f"The engine took too long, {answer.stage} it: {_sentence(answer.error)}"
-            self._say("E5", "", said, _LATE)
+        if answer.is_broken_off:
+            self._tell_nothing(answer)
             return
         if not answer.is_refusal:
             self.told = replace(self.told, status="failed")
@@ -209,6 +220,33 @@ class _Trial:
         rules = ", ".join(dict.fromkeys(self._rules()))
         beside = f"So do its rules ({rules})." if rules else "No rule of verify has told it."
         self._say("E1", "", f"The engine refuses it: {_sentence(answer.error)} {beside}", _WHOLE)
+
+    def _tell_nothing(self, answer: Answer) -> None:
+        """E10: the engine was ended from outside."""
+        self.told = replace(self.told, status="not run")
+        said = (
+            f"The engine was ended while it was {answer.stage} the model: {answer.error}. That "
+            "says nothing of the checkpoint."
+        )
+        self._say("E10", "", said, _remedy_of_end(answer), Severity.WARNING)
+
+    def _tell_crash(self, answer: Answer) -> None:
+        """E5, or E10 where the decoded model makes it crash as well: it is not the codes then."""
+        reason = self._write_decoded()
+        beside = None if reason else self._ask(self.work / "decoded", "decoded", rows=0)
+        if beside is not None and beside.is_crash:
+            self.told = replace(self.told, status="not run")
+            said = (
+                f"The engine crashes while it is {answer.stage} the model: {answer.error}. It does "
+                "so with the decoded model too, so that this says nothing of the checkpoint."
+            )
+            self._say("E10", "", said, _CRASHED, Severity.WARNING)
+            return
+        self.told = replace(self.told, status="failed")
+        said = f"The engine crashes while it is {answer.stage} the model: {answer.error}."
+        if beside is not None and not beside.error:
+            said += " The decoded model runs."
+        self._say("E5", "", said, _WHOLE)
 
     def _rules(self) -> Iterator[str]:
         for one in self.report.findings:
@@ -229,13 +267,14 @@ class _Trial:
 
     def _compare(self, answer: Answer) -> None:
         """The modules and the distributions, beside those of the decoded model."""
-        reason = self._write_decoded()
+        reason, remedy = self._write_decoded(), ""
         if not reason:
             decoded = self._ask(self.work / "decoded", "decoded", amplitudes=answer.amplitudes)
             reason = f"The decoded model does not run: {decoded.error}" if decoded.error else ""
+            remedy = _remedy_of_end(decoded)
         if reason:
             said = f"Nothing was compared. {_sentence(reason)}"
-            self._say("E7", "", said, "Measure it with evaluate.", Severity.WARNING)
+            self._say("E7", "", said, remedy or "Measure it with evaluate.", Severity.WARNING)
             if self.told.status == "run":
                 self.told = replace(self.told, status="run, not compared")
             return
@@ -306,8 +345,12 @@ class _Trial:
                 write_cut(original, folder)
             answer = self._ask(folder, "original", rows=0)
         if answer.error:
-            said = f"The original does not run in the engine: {_sentence(answer.error)}"
-            self._say("E7", "", said, "Nothing was compared with it.", Severity.WARNING)
+            said = (
+                f"The original does not run in the engine: {_sentence(answer.error)} Nothing was "
+                "compared with it."
+            )
+            remedy = _remedy_of_end(answer) or "Compare it by evaluate."
+            self._say("E7", "", said, remedy, Severity.WARNING)
             return
         apart = divergence(ours.outputs, answer.outputs)
         beside = divergence(decoded.outputs, answer.outputs)
@@ -362,6 +405,11 @@ class _Trial:
         severity: Severity = Severity.ERROR,
     ) -> None:
         self.findings.append(Finding(rule, module, message, remedy, severity, self.engine.name))
+
+
+def _remedy_of_end(answer: Answer) -> str:
+    """What to do about a process that was ended; empty if it ended by itself."""
+    return _LATE if answer.is_late else _KILLED if answer.is_broken_off else ""
 
 
 def _sentence(text: str) -> str:

@@ -36,6 +36,13 @@ _LOOK = 60.0
 _GRACE = 5.0
 """Seconds that a process has to end after it was told to."""
 _MOST_TOLD = 600
+_SHELL = 128
+"""A shell that runs a process which a signal has ended ends with this and the signal's number."""
+_CRASHES = frozenset(
+    {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+    | {signal.SIGSYS, signal.SIGTRAP}
+)
+"""Signals that a process gets for what it does itself."""
 _NO_CODE = re.compile(r"has no attribute 'cpu_linear'|^NotImplementedError")
 _NOISE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -52,6 +59,7 @@ class Answer:
         amplitudes: module → magnitude of its inputs.
         silent: module that could not be called by itself → why.
         is_late: it was ended, since it took too long.
+        signal: the number of the signal that ended it otherwise; 0 if none did.
         rounded: modules whose inputs the engine rounds to 8 bits, whatever their scheme is.
     """
 
@@ -62,12 +70,23 @@ class Answer:
     amplitudes: Mapping[str, float] = field(default_factory=dict)
     silent: Mapping[str, str] = field(default_factory=dict)
     is_late: bool = False
+    signal: int = 0
     rounded: Sequence[str] = ()
 
     @property
     def is_refusal(self) -> bool:
         """True if the engine did not take the model."""
-        return bool(self.error) and self.stage == "loading" and not self.is_late
+        return bool(self.error) and self.stage == "loading" and not (self.is_late or self.signal)
+
+    @property
+    def is_crash(self) -> bool:
+        """True if a signal ended it for what it did itself, such as reading where nothing is."""
+        return self.signal in _CRASHES
+
+    @property
+    def is_broken_off(self) -> bool:
+        """True if it was ended from outside, which tells nothing of the model."""
+        return self.is_late or (self.signal > 0 and not self.is_crash)
 
     @property
     def may_lack_a_kernel(self) -> bool:
@@ -166,6 +185,9 @@ def run_job(job: Mapping[str, Any], folder: Path, python: str, timeout: float | 
     if ended is None:
         said = f"it was not done after {seconds:g} seconds"
         return replace(_with_error(known, said), is_late=True)
+    number = -ended if ended < 0 else ended - _SHELL if ended > _SHELL else 0
+    if number and known.stage != "done":
+        return replace(_with_error(known, killed_by(number)), signal=number)
     if known.stage != "done":
         last = _last_line(folder / "log.txt")
         return _with_error(known, f"its process ended with {ended}, and said last: {last}")
@@ -176,6 +198,21 @@ def run_job(job: Mapping[str, Any], folder: Path, python: str, timeout: float | 
     except Exception as error:  # of any kind: what an engine's process writes may be anything
         return _with_error(known, f"what its process wrote cannot be read: {error!r:.200}")
     return replace(known, stage="done", outputs=outputs, amplitudes=amplitudes, rounded=rounded)
+
+
+def killed_by(number: int) -> str:
+    """A clause about a process that a signal has ended.
+
+    >>> killed_by(9)
+    'its process was killed by signal 9 (SIGKILL), probably for memory'
+    >>> killed_by(99)
+    'its process was killed by signal 99'
+    """
+    with suppress(ValueError):
+        name = signal.Signals(number).name
+        why = ", probably for memory" if number == signal.SIGKILL else ""
+        return f"its process was killed by signal {number} ({name}){why}"
+    return f"its process was killed by signal {number}"
 
 
 def _with_error(known: Answer, error: str) -> Answer:

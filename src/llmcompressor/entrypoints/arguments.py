@@ -286,7 +286,7 @@ class Task:
     def _check_engine(self) -> Engine | None:
         """The engine that the output is verified with, if one is asked for."""
         args = self.run_args
-        engine = engine_of(args.verify_with, args.verify_python)
+        engine = engine_of(args.verify_with, args.verify_python, args.verify_timeout)
         if engine is not None and (self.output_dir is None or not args.verify):
             missing = "no output directory is" if self.output_dir is None else "verify=False was"
             raise ArgumentError(

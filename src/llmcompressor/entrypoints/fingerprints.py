@@ -174,7 +174,7 @@ NOT_OF_A_CALL = frozenset(
     {
         *("cache_dir", "dry_run", "loggers", "log_dir", "max_memory", "overwrite", "report"),
         *("output_dir", "overwrite_output_dir", "resume", "resume_from_checkpoint", "verify"),
-        *("verify_with", "verify_python"),
+        *("verify_with", "verify_python", "verify_timeout"),
         *("hub_token", "push_to_hub_token", "use_auth_token"),
         *("push_to_hub", "hub_model_id", "hub_strategy", "hub_revision", "hub_private_repo"),
         *("hub_always_push", "report_to", "run_name", "project", "trackio_space_id"),

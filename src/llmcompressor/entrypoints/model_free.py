@@ -98,6 +98,7 @@ def model_free_ptq(
     gate_reference: Any = None,
     verify_with: str | None = None,
     verify_python: str | os.PathLike[str] | None = None,
+    verify_timeout: float | None = None,
 ) -> Path:
     """Quantize the weights of a checkpoint by round-to-nearest, from its files alone.
 
@@ -142,6 +143,7 @@ def model_free_ptq(
         verify_with: also run the first blocks of the output, one of each kind, in this engine:
             ``"vllm"``, ``"transformers"`` or ``"sglang"``. What it refuses gets no name.
         verify_python: the interpreter of the engine's environment; this one by default.
+        verify_timeout: seconds that the engine has for one model; 900 by default.
 
     Returns:
         The folder.
@@ -170,6 +172,7 @@ def model_free_ptq(
         chosen = _device(device)
         limits = {"resume": resume, "max_memory": max_memory, "verify": verify, "report": report}
         limits |= {"verify_with": verify_with, "verify_python": verify_python}
+        limits |= {"verify_timeout": verify_timeout}
         gated = {"gates": gates, "gate_dataset": gate_dataset, "gate_reference": gate_reference}
         given = {"model": path("model_stub", model_stub), "recipe": plain[0], "device": chosen}
         target = as_path("save_directory", save_directory)

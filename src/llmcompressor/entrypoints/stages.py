@@ -326,6 +326,7 @@ _NOT_RECORDED = (
     "verify",
     "verify_with",
     "verify_python",
+    "verify_timeout",
     "max_memory",
     "use_auth_token",
 )

@@ -141,7 +141,7 @@ def _folder(argument: str, given: str | os.PathLike[str]) -> str | os.PathLike[s
 _MOST_SHOWN = 5
 _OF_VALUES = {"S27", "S72"}
 """Rules of servers that are about values: no recipe asks for breaking them."""
-_OF_ENGINES = {f"E{number}" for number in range(1, 10)}
+_OF_ENGINES = {f"E{number}" for number in range(1, 11)}
 """What an engine gave that was asked."""
 _OF_STATES = {"L11"}
 """Rules of what transformers leaves as it is: all else of the checkpoint is read."""
@@ -226,6 +226,9 @@ def _summarize_report(report: VerificationReport) -> dict[str, Any]:
     )
     for line in () if report.engine is None else report.engine.lines():
         logger.info(line)
+    for one in report.findings:
+        if one.rule in _OF_ENGINES and one.severity is Severity.WARNING:
+            logger.warning(f"{one.message} {one.remedy} ({one.rule})")
     kept = report.as_dict()
     for of_this_run in ("checkpoint", "reference", "seconds", "has_manifest"):
         kept.pop(of_this_run, None)

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.in_process import run_here
 from tests.support.short_pico import write_short_pico
 
-from llmcompressor import model_free_ptq, oneshot, reset_session
+from llmcompressor import model_free_ptq, oneshot, reset_session, train
 from llmcompressor.cli import main
+from llmcompressor.engines import check
+from llmcompressor.engines.process import Answer
 from llmcompressor.entrypoints.stages import run_stages
 from llmcompressor.errors import ArgumentError
+from llmcompressor.modifiers.pruning import ConstantPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 RECIPE = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
@@ -57,6 +61,61 @@ def test_a_run_without_a_model_class(
     assert "verify_with" not in (tmp_path / "output" / "manifest.json").read_text()
 
 
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """The time limits of the engines that are asked, each of which takes too long."""
+    given: list[float | None] = []
+
+    def run_job(job: object, folder: Path, python: str, timeout: float | None) -> Answer:
+        given.append(timeout)
+        return Answer("loading", "it was not done after 5 seconds", is_late=True)
+
+    monkeypatch.setattr(check, "run_job", run_job)
+    return given
+
+
+COMMANDS = {
+    "oneshot": ["oneshot", "MODEL", "--recipe", "RECIPE"],
+    "run": ["run", "MODEL", "--recipe", "RECIPE"],
+    "model-free-ptq": ["model-free-ptq", "MODEL", "--scheme", "W8A8", "--ignore", "lm_head"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_time_that_an_engine_has(
+    command: str, model: Path, tmp_path: Path, seconds: list[float | None]
+) -> None:
+    """It is no part of the identity of a run, nor of its manifest."""
+    recipe = {"modifiers": {"QuantizationModifier": {"targets": "Linear", "scheme": "W8A8"}}}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    places = {"MODEL": str(model), "RECIPE": str(tmp_path / "recipe.json")}
+    given = [places.get(one, one) for one in COMMANDS[command]]
+    given += ["--output", str(tmp_path / "output"), "--verify-with", "transformers"]
+    reset_session()
+    with pytest.raises(SystemExit) as ended:
+        main([*given, "--verify-timeout", "5"])
+    assert ended.value.code == 0
+    assert seconds == [5.0]
+    [manifest] = (tmp_path / "output").rglob("manifest.json")
+    assert "verify_timeout" not in manifest.read_text()
+
+
+def test_the_time_that_an_engine_has_after_a_training(
+    model: Path, tmp_path: Path, seconds: list[float | None]
+) -> None:
+    reset_session()
+    train(
+        model=str(model),
+        recipe=ConstantPruningModifier(targets=["Linear"], start=0),
+        dataset=[{"text": "one two three"}],
+        max_steps=1,
+        output_dir=tmp_path / "output",
+        verify_with="transformers",
+        verify_timeout=7,
+    )
+    assert seconds == [7.0]
+
+
 def test_the_command(
     made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,14 +136,23 @@ def test_the_command_without_the_engine(made: Path, capsys: pytest.CaptureFixtur
     assert "has no sglang" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("further", [{"verify_with": "vlm"}, {"verify_python": "python"}])
+WRONG: tuple[dict[str, Any], ...] = (
+    {"verify_with": "vlm"},
+    {"verify_python": "python"},
+    {"verify_timeout": 9},
+    {"verify_with": "transformers", "verify_timeout": 0},
+    {"verify_with": "transformers", "verify_timeout": "soon"},
+)
+
+
+@pytest.mark.parametrize("further", WRONG)
 def test_an_engine_is_looked_for_before_any_work(
-    further: dict[str, str], model: Path, tmp_path: Path
+    further: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     for run in (oneshot, run_stages):
-        with pytest.raises(ArgumentError, match="engine"):
+        with pytest.raises(ArgumentError, match="engine|verify_timeout"):
             run(str(model), RECIPE, output_dir=tmp_path / "output", **further)
-    with pytest.raises(ArgumentError, match="engine"):
+    with pytest.raises(ArgumentError, match="engine|verify_timeout"):
         model_free_ptq(str(model), tmp_path / "output", "W8A8", **further)
     assert not list(tmp_path.iterdir())
 

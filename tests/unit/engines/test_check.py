@@ -174,20 +174,93 @@ def test_a_failure_after_the_load(
     assert report.engine.status == "failed"
 
 
-@pytest.mark.parametrize("stage", ["loading", "running"])
-def test_an_engine_that_takes_too_long(
-    stage: str, good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+ENDED = {
+    "late": (Answer("loading", "it was not done after 5 seconds", is_late=True), "--timeout"),
+    "killed": (Answer("loading", "its process was killed by signal 9", signal=9), "memory"),
+    "terminated": (Answer("running", "its process was killed by signal 15", signal=15), "memory"),
+    "late, running": (Answer("running", "it was not done", is_late=True), "--verify-timeout"),
+}
+
+
+@pytest.mark.parametrize("kind", ENDED)
+def test_an_engine_that_is_ended_says_nothing(
+    kind: str,
+    good: Good,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: list[tuple[str, str]],
 ) -> None:
-    """It has refused nothing, and more time helps; it is not asked once more."""
+    """It has refused nothing, and is not asked once more."""
+    ended, remedy = ENDED[kind]
     asked = []
-    late = Answer(stage, "it was not done after 5 seconds", is_late=True)
-    monkeypatch.setattr(check, "run_job", lambda *_: asked.append(1) or late)
-    report = tried(good("W4A16").write(tmp_path / "model"), Engine("vllm", "python"))
-    [failed] = [one for one in report.findings if one.rule.startswith("E")]
-    assert failed.rule == "E5"
-    assert "not done after 5 seconds" in failed.message
-    assert "--timeout" in failed.remedy
+    monkeypatch.setattr(check, "run_job", lambda *_: asked.append(1) or ended)
+    folder = good("W4A16").write(tmp_path / "model")
+    report = tried(folder, Engine("vllm", "python"))
+    [told] = [one for one in report.findings if one.rule.startswith("E")]
+    assert told.rule == "E10"
+    assert ended.error in told.message
+    assert "says nothing of the checkpoint" in told.message
+    assert remedy in told.remedy
+    assert report.verdict == "not run"
     assert len(asked) == 1
+    verify_written(folder, engine=HERE)  # a run is not lost by it, and says so
+    assert any(level == "WARNING" and ended.error in text for level, text in log)
+
+
+CRASH = Answer("loading", "its process was killed by signal 4 (SIGILL)", signal=4)
+
+
+@pytest.mark.parametrize(
+    ("dies", "rule", "verdict"),
+    [({"quantized", "decoded"}, "E10", "not run"), ({"quantized"}, "E5", "NOT good")],
+)
+def test_an_engine_that_crashes(
+    dies: set[str],
+    rule: str,
+    verdict: str,
+    good: Good,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The decoded model tells whether the codes are the reason."""
+
+    def run_job(job: Any, folder: Path, *_: Any) -> Answer:
+        return CRASH if folder.name.removeprefix("job-") in dies else answer(job)
+
+    monkeypatch.setattr(check, "run_job", run_job)
+    report = tried(good("W4A16").write(tmp_path / "model"))
+    assert rules(report) == [rule]
+    assert report.verdict == verdict
+    assert "SIGILL" in str(report)
+
+
+def test_a_decoded_model_that_is_killed(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = Answer("loading", "its process was killed by signal 9", signal=9)
+
+    def run_job(job: Any, folder: Path, *_: Any) -> Answer:
+        return killed if folder.name == "job-decoded" else answer(job)
+
+    monkeypatch.setattr(check, "run_job", run_job)
+    report = tried(good("W4A16").write(tmp_path / "model"))
+    [told] = [one for one in report.findings if one.rule.startswith("E")]
+    assert (told.rule, report.verdict) == ("E7", "run, not compared")
+    assert "memory" in told.remedy
+
+
+def test_a_load_with_stand_ins_that_is_killed(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That there is no kernel is no refusal, as long as nothing else was loaded."""
+
+    def run_job(job: Any, folder: Path, *_: Any) -> Answer:
+        killed = Answer("loading", "its process was killed by signal 9", signal=9)
+        return killed if job.get("stand_ins") else LACKING[0]
+
+    monkeypatch.setattr(check, "run_job", run_job)
+    report = tried(good("W4A16").write(tmp_path / "model"), Engine("vllm", "python"))
+    assert (rules(report), report.verdict) == (["E10"], "not run")
 
 
 def test_too_little_time_to_import_an_engine(

@@ -44,6 +44,44 @@ def test_a_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not answer.is_refusal
 
 
+SELF = "os.kill(os.getpid(), {})\ntime.sleep(60)"
+
+
+@pytest.mark.parametrize(("number", "is_crash"), [(9, False), (15, False), (11, True), (6, True)])
+@pytest.mark.parametrize("stage", ["loading", "running"])
+def test_a_process_that_a_signal_ends(
+    stage: str, number: int, is_crash: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From outside, or for what it did itself; a refusal is neither."""
+    answer = asked(state(stage=stage) + SELF.format(number), tmp_path, monkeypatch)
+    assert (answer.signal, answer.is_crash, answer.is_broken_off) == (
+        number,
+        is_crash,
+        not is_crash,
+    )
+    assert answer.stage == stage
+    assert answer.error.startswith(f"its process was killed by signal {number} (SIG")
+    assert ("for memory" in answer.error) == (number == 9)
+    assert not answer.is_refusal
+
+
+def test_a_signal_that_a_shell_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter may be a script that starts another."""
+    answer = asked(state(stage="loading") + "os._exit(137)", tmp_path, monkeypatch)
+    assert answer.signal == 9
+    assert not answer.is_refusal
+
+
+def test_what_was_done_before_a_signal_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines may die of what they have to tidy up; and their own words say more than a number."""
+    spoken = state(stage="loading", error="KeyError: 'up'") + SELF.format(9)
+    answer = asked(spoken, tmp_path, monkeypatch)
+    assert answer.error == "KeyError: 'up'"
+    assert answer.is_refusal
+
+
 def test_a_process_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is ended with its children."""
     code = (
