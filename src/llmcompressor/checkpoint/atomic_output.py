@@ -23,7 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from llmcompressor.errors import GateError, OutputError
+from llmcompressor.checkpoint.manifest import is_rejected, source_of
+from llmcompressor.errors import CheckpointError, GateError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.runtime import durable
 from llmcompressor.runtime.limits import parse_json
@@ -329,6 +330,8 @@ def staged_output(
             run = work_folder(target)  # there if a run has reserved the target
             marker = run / MOVING if run.is_dir() else None
             publish_folder(staging, target, on_existing, marker=marker)
+            if gate is not None:
+                remove_superseded(target)
         except GateError:
             publish_folder(staging, rejected_folder(target), OnExisting.REPLACE)
             raise
@@ -361,6 +364,29 @@ def rejected_folder(target: Path) -> Path:
 def rounds_folder(target: Path) -> Path:
     """Return the place of what a search by measuring has made so far: ``NAME.rounds``."""
     return _staging_place(target) / f"{target.name}.rounds"
+
+
+def remove_superseded(target: Path) -> None:
+    """Remove what an earlier run has left in :func:`rejected_folder` of an output that passes.
+
+    It is removed if it was made of the same model. Else it stays, and a warning tells.
+    """
+    folder = rejected_folder(target)
+    if not folder.exists():
+        return
+    try:
+        is_superseded = is_rejected(folder) and source_of(folder) == source_of(target)
+    except CheckpointError:
+        is_superseded = False
+    if not is_superseded:
+        logger.warning(
+            f"{folder} stays: it was not made of the same model as {target}, which has passed."
+        )
+        return
+    logger.info(f"Removing {folder}, which did not keep its gates: {target} has passed.")
+    spare = folder.with_name(_spare_name(target, "old").name)
+    durable.rename(folder, spare)
+    shutil.rmtree(spare, ignore_errors=True)
 
 
 def moved_names(target: Path) -> set[str]:

@@ -45,6 +45,7 @@ from llmcompressor.checkpoint.atomic_output import (
     parents_removed_on_error,
     publish_folder,
     rejected_folder,
+    remove_superseded,
     remove_stale,
     remove_work_folder,
     rounds_folder,
@@ -337,6 +338,8 @@ class Workspace:
             if gate is not None:
                 self._pass_gate(gate)
             self._move(replace=replace)
+        if gate is not None:
+            remove_superseded(self.target)
         self._clean_up()
         remove_stale(self.target)
 

@@ -133,6 +133,16 @@ def gates_of(folder: Path) -> dict[str, Any] | None:
     return dict(found) if isinstance(found, Mapping) else None
 
 
+def is_rejected(folder: Path) -> bool:
+    """Return True if a folder holds an output that did not keep its gates."""
+    return not (gates_of(folder) or {}).get("passed", True)
+
+
+def source_of(folder: Path) -> dict[str, Any]:
+    """Return what the manifest of an output says of the model that it was made of."""
+    return {name: one for name, one in read_manifest(folder)["source"].items() if name != "modules"}
+
+
 def _weight_file(file: OutputFile, written: Mapping[str, str]) -> dict[str, Any]:
     names = [name for name in parse_json(file.header[8:].decode()) if name != _METADATA]
     tree = hashlib.sha256(file.header)

@@ -43,7 +43,7 @@ from llmcompressor.checkpoint.atomic_output import (
     rounds_folder,
 )
 from llmcompressor.checkpoint.journal import resumable_fingerprint, rounds_of
-from llmcompressor.checkpoint.manifest import gates_of
+from llmcompressor.checkpoint.manifest import gates_of, is_rejected
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.side_files import load_processor
 from llmcompressor.checkpoint.source import SourceInfo, local_directory
@@ -331,7 +331,7 @@ class Task:
             )
         folder = rejected_folder(self.output_dir)
         check_output_dir(folder, source=self.source, is_ours=True)
-        if folder.exists() and (gates_of(folder) or {}).get("passed", True):
+        if folder.exists() and not is_rejected(folder):
             raise OutputError(
                 f"{folder} is where a checkpoint goes that does not keep its gates, and it holds "
                 "something else.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -107,6 +108,26 @@ def test_not_kept(way: Way, model: str, out: Path, held_out: str, tmp_path: Path
     way(model, out)
     for file in out.glob("*.safetensors"):
         assert file.read_bytes() == (rejected(out) / file.name).read_bytes()
+    # nothing is left of it beside one that passes
+    shutil.rmtree(out)
+    shutil.rmtree(out.with_name("stage_first"), ignore_errors=True)
+    way(model, out, gates=gated.LOOSE, gate_dataset=held_out)
+    assert not rejected(out).exists()
+    assert report_of(out)["passed"]
+    assert not [one for one in names(out.parent) if one.startswith(f"{out.name}.")]
+
+
+@pytest.mark.parametrize("way", [gated.streamed, gated.in_memory])
+def test_a_rejected_one_of_another_model_stays(
+    way: Way, model: str, out: Path, held_out: str, tmp_path: Path, log: list[tuple[str, str]]
+) -> None:
+    small.one_block(seed=7).save_pretrained(tmp_path / "other")
+    with pytest.raises(GateError):
+        way(str(tmp_path / "other"), out, gates=gated.IMPOSSIBLE, gate_dataset=held_out)
+    before = small.tree(rejected(out))
+    way(model, out, gates=gated.LOOSE, gate_dataset=held_out)
+    assert small.tree(rejected(out)) == before
+    assert [one for one in log if one[0] == "WARNING" and str(rejected(out)) in one[1]]
 
 
 def test_the_output_of_before_stays(model: str, out: Path, held_out: str) -> None:
@@ -137,8 +158,9 @@ def test_gates_of_a_recipe(
     recipe = {**gated.ROUNDED, "gates": {"kl": 1e-9, "size": "1GB"}}
     with pytest.raises(GateError):
         oneshot(model=model, recipe=recipe, output_dir=out, gate_dataset=held_out)
+    pages = [(rejected(out) / "report.html").read_text()]
     oneshot(model=model, recipe=recipe, output_dir=out, gate_dataset=held_out, gates={"kl": 1.0})
-    pages = [(one / "report.html").read_text() for one in (rejected(out), out)]
+    pages.append((out / "report.html").read_text())
     assert [page.count("NOT kept") for page in pages] == [2, 0]  # first of all, and in the table
     assert "vllm serve stage_out.rejected" in pages[0]
     assert report_of(out)["measured"]["kl"]["limit"] == 1.0

@@ -150,9 +150,9 @@ def test_an_engine_is_looked_for_before_any_work(
     further: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     for run in (oneshot, run_stages):
-        with pytest.raises(ArgumentError, match="engine|verify_timeout"):
+        with pytest.raises(ArgumentError, match=r"engine|verify_timeout"):
             run(str(model), RECIPE, output_dir=tmp_path / "output", **further)
-    with pytest.raises(ArgumentError, match="engine|verify_timeout"):
+    with pytest.raises(ArgumentError, match=r"engine|verify_timeout"):
         model_free_ptq(str(model), tmp_path / "output", "W8A8", **further)
     assert not list(tmp_path.iterdir())
 
