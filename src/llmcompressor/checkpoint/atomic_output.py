@@ -14,23 +14,22 @@ import json
 import os
 import re
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 
-import psutil
-
 from llmcompressor.checkpoint.manifest import is_rejected, source_of
 from llmcompressor.errors import CheckpointError, GateError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.runtime import durable
 from llmcompressor.runtime.limits import parse_json
+from llmcompressor.runtime.temporary import is_left, owner
 
 FILES, MOVING = "files", "moving"
 """In a run's work folder: the output, and a list of its files once they begin to move."""
+_PARTIAL, _OLD, _REJECTED = ".partial", ".old", ".rejected"
 _CHOOSE = "Choose another output directory."
 _OF_WRITING = (
     (
@@ -222,7 +221,7 @@ def check_output_dir(
     existing = next((path for path in target.parents if os.path.isdir(path)), target)  # the root
     parts, limit = target.relative_to(existing).parts, os.pathconf(existing, "PC_NAME_MAX")
     for index, part in enumerate(parts):  # to the last one something is appended meanwhile
-        left = limit - (len(f".partial-{_owner()}-999") if index == len(parts) - 1 else 0)
+        left = limit - (len(f".partial-{owner()}-999") if index == len(parts) - 1 else 0)
         if (size := len(os.fsencode(part))) > left:
             raise OutputError(
                 f"The name {part[:24]}… of an output directory has {size} bytes, and the file "
@@ -317,7 +316,7 @@ def staged_output(
     """
     target = Path(output_dir).expanduser().resolve()
     place = _staging_place(target)
-    staging = place / _spare_name(target, "partial").name
+    staging = place / _spare_name(target, _PARTIAL).name
     with disk_errors(target, "Free some space or choose another output directory."):
         with creation_errors(target):
             durable.make_folder(place)
@@ -353,12 +352,12 @@ def staged_output(
 
 def work_folder(target: Path) -> Path:
     """Return the work folder of a resumable run on ``target``: ``NAME.partial`` alongside it."""
-    return _staging_place(target) / f"{target.name}.partial"
+    return _staging_place(target) / f"{target.name}{_PARTIAL}"
 
 
 def rejected_folder(target: Path) -> Path:
     """Return the place of a checkpoint that does not keep its gates: ``NAME.rejected``."""
-    return _staging_place(target) / f"{target.name}.rejected"
+    return _staging_place(target) / f"{target.name}{_REJECTED}"
 
 
 def rounds_folder(target: Path) -> Path:
@@ -384,7 +383,7 @@ def remove_superseded(target: Path) -> None:
         )
         return
     logger.info(f"Removing {folder}, which did not keep its gates: {target} has passed.")
-    spare = folder.with_name(_spare_name(target, "old").name)
+    spare = folder.with_name(_spare_name(target, _OLD).name)
     durable.rename(folder, spare)
     shutil.rmtree(spare, ignore_errors=True)
 
@@ -452,7 +451,7 @@ def _holds_files(target: Path) -> bool:
 
 def _rename_over(folder: Path, target: Path) -> None:
     """Rename ``folder`` to ``target``; an old target is removed only after that."""
-    aside = _spare_name(target, "old")
+    aside = _spare_name(target, _OLD)
     has_old = _holds_files(target)
     try:
         if has_old:
@@ -508,16 +507,15 @@ def remove_stale(target: Path) -> None:
 
 def _stale_paths(target: Path) -> list[Path]:
     """Return what a killed run of this machine left and is no longer needed."""
-    folder, host = _staging_place(target), _owner().rpartition("-")[0]
-    pattern = re.compile(rf"{re.escape(target.name)}\.(?:partial|old)-{host}-(\d+)-\d+")
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = pattern.fullmatch(path.name)
-        # a target that was moved aside is the only copy until there is a new one
-        is_spare = target.exists() or ".partial-" in path.name
-        if match and is_spare and not psutil.pid_exists(int(match.group(1))):
-            found.append(path)
-    return found
+    folder = _staging_place(target)
+    kinds = [_PARTIAL, f"{_REJECTED}{_OLD}"]
+    if target.exists():  # one that was moved aside is the only copy until there is a new one
+        kinds.append(_OLD)
+    return [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if any(is_left(path.name, f"{target.name}{kind}") for kind in kinds)
+    ]
 
 
 def _staging_place(target: Path) -> Path:
@@ -527,24 +525,19 @@ def _staging_place(target: Path) -> Path:
     return target if is_fixed else target.parent
 
 
-def _owner() -> str:
-    host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())
-    return f"{host}-{os.getpid()}"
-
-
 def remove_work_folder(target: Path) -> None:
     """Remove the work folder of ``target``: at once for a later run, whatever is left of it."""
     folder = work_folder(target)
     if not folder.exists():
         return
-    spare = _spare_name(target, "partial")
+    spare = _spare_name(target, _PARTIAL)
     durable.rename(folder, folder.with_name(spare.name))
     shutil.rmtree(folder.with_name(spare.name), ignore_errors=True)
 
 
 def _spare_name(target: Path, kind: str) -> Path:
     """Return a name beside ``target`` under which :func:`remove_stale` finds what a kill leaves."""
-    return target.with_name(f"{target.name}.{kind}-{_owner()}-{next(_counter)}")
+    return target.with_name(f"{target.name}{kind}-{owner()}-{next(_counter)}")
 
 
 class _TakenError(OutputError):

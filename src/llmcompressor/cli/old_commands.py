@@ -12,7 +12,6 @@ import argparse
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -168,6 +167,7 @@ def _copy(model: str, target: Path) -> None:
     from llmcompressor.checkpoint.load import fetch  # noqa: PLC0415  # loads torch
     from llmcompressor.checkpoint.source import is_hub_id  # noqa: PLC0415
     from llmcompressor.errors import CheckpointError, OutputError  # noqa: PLC0415
+    from llmcompressor.runtime.temporary import temporary_folder  # noqa: PLC0415
 
     source = fetch(model) if is_hub_id(model) else Path(model)
     if not source.is_dir():
@@ -177,7 +177,7 @@ def _copy(model: str, target: Path) -> None:
     if target.resolve().is_relative_to(source.resolve()):
         raise OutputError(f"{target} lies within the model's folder.", "Give another folder.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as place:
-        made = Path(place) / "copy"
+    with temporary_folder(f".{target.name}", target.parent) as place:
+        made = place / "copy"
         shutil.copytree(source, made)  # of the hub's cache the files that its links lead to
         made.rename(target)

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from llmcompressor.engines.decoded import (
 from llmcompressor.engines.process import Answer, check_engine, run_job
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
+from llmcompressor.runtime.temporary import temporary_folder
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.files import open_checkpoint
 from llmcompressor.verification.report import EngineRun, VerificationReport
@@ -115,12 +115,12 @@ def verify_with(
     """
     with (
         closing(open_checkpoint(report.checkpoint)) as files,
-        tempfile.TemporaryDirectory(prefix="llmcompressor-engine-") as work,
+        temporary_folder("llmcompressor-engine") as work,
     ):
         headers = {name: one for name, one in files.headers.items() if name not in files.broken}
         view = View(files.config, headers, files.read)
         source = Source(files, view, blocks_of_each_kind(files, view) if is_trial else None)
-        trial = _Trial(report, engine, source, Path(work))
+        trial = _Trial(report, engine, source, work)
         trial.run()
         found = (*report.findings, *trial.findings)
         return replace(report, findings=found, engine=trial.told)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from llmcompressor.runtime.launch import launched_group
 from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.runtime.registry import normalize_name
+from llmcompressor.runtime.temporary import temporary_folder
 
 _MOST = 5
 _PLACES = (
@@ -248,12 +248,11 @@ def _place(
     if output_dir is not None:
         yield check_output_dir(output_dir)
         return
-    prefix = f"{folder.name}.again-"
     beside = folder.parent if os.access(folder.parent, os.W_OK) else None
     with ExitStack() as removing:
         made = ""
         if processes.is_first:
-            made = removing.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=beside))
+            made = str(removing.enter_context(temporary_folder(f"{folder.name}.again", beside)))
         yield Path(processes.all_gather("folder", made)[0]).resolve() / folder.name
 
 

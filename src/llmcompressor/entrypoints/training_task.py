@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,6 +51,7 @@ from llmcompressor.metrics import LoggerManager
 from llmcompressor.recipe import Recipe
 from llmcompressor.runtime import durable
 from llmcompressor.runtime.limits import parse_json
+from llmcompressor.runtime.temporary import temporary_folder
 from llmcompressor.training.checkpoints import checkpoint_to_resume, find_fault
 
 # --------------------
@@ -373,8 +373,8 @@ def open_training_folder(
             ``"must"``.
     """
     if target is None:
-        with tempfile.TemporaryDirectory(prefix="llmcompressor-") as temporary:
-            yield TrainingFolder(Path(temporary), None)
+        with temporary_folder("llmcompressor-training") as temporary:
+            yield TrainingFolder(temporary, None)
         return
     training = work_folder(target) / _TRAINING
     if not is_main:

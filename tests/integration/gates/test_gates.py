@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from llmcompressor.errors import (
     OutputError,
     RecipeError,
 )
+from llmcompressor.runtime.temporary import owner
 from llmcompressor.training import Trainer
 
 Way = Callable[..., None]
@@ -327,6 +329,41 @@ def test_broken_off_while_it_is_measured(
     with pytest.raises(GateError):
         way(model, out, **given)
     assert names(out.parent) == {rejected(out).name}
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from tests.support import gated
+from llmcompressor.entrypoints import gates
+way, model, out, held_out = sys.argv[1:]
+def evaluate(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+gates.evaluate = evaluate
+getattr(gated, way)(model, pathlib.Path(out), gates=gated.LOOSE, gate_dataset=held_out)
+"""
+
+
+@pytest.mark.parametrize("way", ["streamed", "in_memory"])
+def test_killed_while_it_is_measured(way: str, model: str, out: Path, held_out: str) -> None:
+    """The next run leaves nothing of it."""
+    command = [sys.executable, "-c", KILLED, way, model, str(out), held_out]
+    ended = subprocess.run(command, check=False, cwd=Path(__file__).parents[3], timeout=200)
+    assert ended.returncode == -signal.SIGKILL
+    assert names(out.parent)
+    assert all(one.startswith(f"{out.name}.partial") for one in names(out.parent))
+    getattr(gated, way)(model, out, gates=gated.LOOSE, gate_dataset=held_out)
+    assert names(out.parent) == {out.name}
+
+
+def test_a_rejected_one_that_was_moved_aside(model: str, out: Path, held_out: str) -> None:
+    """A run was killed while it put a new one in its place."""
+    given = {"gate_dataset": held_out, "gates": gated.IMPOSSIBLE}
+    with pytest.raises(GateError):
+        gated.streamed(model, out, **given)
+    aside = f"{rejected(out).name}.old-{owner().rpartition('-')[0]}-4194305-0"
+    rejected(out).rename(out.with_name(aside))
+    gated.streamed(model, out, gates=gated.LOOSE, gate_dataset=held_out)
+    assert names(out.parent) == {out.name}
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +118,44 @@ def test_the_time_that_an_engine_has_after_a_training(
         verify_timeout=7,
     )
     assert seconds == [7.0]
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from tests.support.in_process import answer
+from llmcompressor import oneshot
+from llmcompressor.engines import check
+def run_job(job, folder, *_):
+    if folder.name == "job-decoded":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer(job)
+check.run_job = run_job
+model, output, scheme = sys.argv[1:]
+recipe = {"modifiers": {"QuantizationModifier": {"targets": "Linear", "scheme": scheme}}}
+oneshot(model, recipe, output_dir=output, verify_with="transformers")
+"""
+
+
+def test_killed_while_the_engine_runs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run of the same output leaves nothing of it: no decoded model, no unfinished one."""
+    scratch = tmp_path / "temporary"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    output = tmp_path / "runs" / "output"
+    command = [sys.executable, "-c", KILLED, str(model), str(output), "W8A8"]
+    ended = subprocess.run(command, check=False, cwd=Path(__file__).parents[3], timeout=200)
+    assert ended.returncode == -signal.SIGKILL
+    assert [one.name for one in scratch.glob("llmcompressor-engine-*/*")]
+    assert [one.name for one in output.parent.iterdir()] == ["output.partial"]
+    run_here(monkeypatch)
+    recipe = {"modifiers": {"QuantizationModifier": {"targets": "Linear", "scheme": "W8A8"}}}
+    reset_session()
+    oneshot(str(model), recipe, output_dir=output, verify_with="transformers")
+    assert [one.name for one in output.parent.iterdir()] == ["output"]
+    assert not list(scratch.glob("llmcompressor-*"))
 
 
 def test_the_command(

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 from tests.support.killed_runs import killed_at_the_last_step
 
-from llmcompressor.checkpoint import atomic_output
 from llmcompressor.checkpoint.atomic_output import (
     OnExisting,
     check_output_dir,
@@ -28,7 +27,7 @@ from llmcompressor.checkpoint.atomic_output import (
 )
 from llmcompressor.checkpoint.journal import open_workspace, remove_remains, reserve_output
 from llmcompressor.errors import OutputError
-from llmcompressor.runtime import folder_lock
+from llmcompressor.runtime import folder_lock, temporary
 
 KILLED = """
     import os, signal, sys
@@ -94,7 +93,7 @@ def test_a_publication_ends_whenever_it_was_cut(
     """The same call ends it; until then a configuration is never beside others' weights."""
     target = tmp_path / "out"
     monkeypatch.setattr(os.path, "ismount", lambda path: is_mount and Path(path) == target)
-    monkeypatch.setattr(atomic_output.psutil, "pid_exists", lambda pid: False)
+    monkeypatch.setattr(temporary.psutil, "pid_exists", lambda pid: False)
     for number in itertools.count():
         fill(target, OLD if overwrite else {})
         with pytest.MonkeyPatch.context() as patched:
