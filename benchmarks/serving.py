@@ -57,11 +57,11 @@ def run(case: Case, folder: Path, engine: str, python: str) -> dict[str, Any]:
     """What is said of a checkpoint before, and what comes of it in an engine."""
     report = verify(folder, serve=engine, tp=1, engine=engine, python=python, timeout=_SECONDS)
     errors = [one for one in report.findings if one.severity is Severity.ERROR]
-    told = sorted({one.rule for one in errors if one.rule[0] != "E"})
-    of_engine = [one for one in report.findings if one.rule[0] == "E"]
-    wrong = [one for one in of_engine if one.rule not in _NEUTRAL]
     found = report.engine
     assert found is not None
+    told = sorted({*(one.rule for one in errors if one.rule[0] != "E"), *found.overruled})
+    of_engine = [one for one in report.findings if one.rule[0] == "E"]
+    wrong = [one for one in of_engine if one.rule not in _NEUTRAL]
     status = "differs" if wrong and found.status in ("run", "loaded, not run") else found.status
     if any(one.rule == "E7" for one in of_engine):
         status = "not compared"

@@ -33,9 +33,11 @@ from llmcompressor.engines.process import Answer, check_engine, run_job
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 from llmcompressor.runtime.temporary import temporary_folder
-from llmcompressor.verification.facts import Finding, Severity
+from llmcompressor.verification.catalogue import RULES, UNSEEN
+from llmcompressor.verification.facts import Deployment, Finding, Severity
 from llmcompressor.verification.files import open_checkpoint
 from llmcompressor.verification.report import EngineRun, VerificationReport
+from llmcompressor.verification.rules import check_view
 from llmcompressor.verification.rules.view import View
 from llmcompressor.verification.scheme import Scheme, parse_args
 from llmcompressor.verification.transformers_model import quiet_transformers
@@ -66,6 +68,7 @@ _KILLED = (
     "Leave it more memory, or verify where there is more; where memory was not short, see who "
     "ended it."
 )
+_RUNS = "The engine has run it all the same."
 _CRASHED = "Take another release of the engine or another machine."
 _CPU = "A device that the engine has a kernel for runs it."
 
@@ -97,13 +100,21 @@ class Engine:
 
 
 def verify_with(
-    report: VerificationReport, engine: Engine, *, is_trial: bool = False
+    report: VerificationReport,
+    engine: Engine,
+    *,
+    deployment: Deployment | None = None,
+    is_trial: bool = False,
 ) -> VerificationReport:
     """Run a checkpoint in an engine, and add what came of it to its report.
+
+    Where it runs and computes what its decoded weights do, rules of that server which say otherwise
+    become notes, as far as such a run can tell.
 
     Args:
         report: of ``verify_files``; its reference is run as well.
         engine: the engine.
+        deployment: that the report is of.
         is_trial: take only as many of the first blocks as hold one of each kind.
 
     Returns:
@@ -122,7 +133,8 @@ def verify_with(
         source = Source(files, view, blocks_of_each_kind(files, view) if is_trial else None)
         trial = _Trial(report, engine, source, work)
         trial.run()
-        found = (*report.findings, *trial.findings)
+        rules = trial.settled(deployment or Deployment())
+        found = (*rules, *trial.findings)
         return replace(report, findings=found, engine=trial.told)
 
 
@@ -167,7 +179,6 @@ class _Trial:
             return
         if self.told.status != "loaded, not run":
             self.told = replace(self.told, status="run")
-        self._tell_unexpected()
         if broken := [name for name, one in answer.outputs.items() if one.isnan().any()]:
             kind, _, module = broken[0].partition("/")
             self._say("E5", module if kind == "module" else "", "It gives NaN.", _WHOLE)
@@ -253,15 +264,55 @@ class _Trial:
             if one.severity is Severity.ERROR and one.server in ("", self.engine.name):
                 yield one.rule
 
-    def _tell_unexpected(self) -> None:
-        """E6: the engine takes what a rule says that it refuses."""
-        rules = [rule for rule in self._rules() if rule[0] in "STLG"]
-        if rules and self.told.status == "run":
-            said = (
-                f"The engine runs it, and {', '.join(dict.fromkeys(rules))} would have it refused "
-                "or wrong: this release or device differs from the one that the rules are of."
+    # ------------------------------------------------------------------ what that says of rules
+
+    def settled(self, deployment: Deployment) -> tuple[Finding, ...]:
+        """The findings without the engine; what it has shown to be otherwise is a note (E6).
+
+        Args:
+            deployment: that they are of.
+        """
+        is_sound = not any(one.severity is Severity.ERROR for one in self.findings)
+        told = [one for one in self.report.findings if _is_refusal(one, self.engine.name)]
+        if not (told and is_sound and self.told.status == "run"):
+            return self.report.findings
+        overruled = self._overruled(told, deployment)
+        rules = tuple(dict.fromkeys(one.rule for one in overruled))
+        left = dict.fromkeys(one.rule for one in told if one not in overruled)
+        said = "The engine runs it, and computes what its decoded weights do."
+        if rules:
+            said += (
+                f" {', '.join(rules)} would have it refused or wrong: this release or device "
+                "differs from the one that the rules are of."
             )
-            self._say("E6", "", said, "Go by what was compared.", Severity.NOTE)
+        if left:
+            said += f" Not shown by such a run, and left as it is: {', '.join(left)}."
+        self._say("E6", "", said, "Go by what was compared.", Severity.NOTE)
+        self.told = replace(self.told, overruled=rules)
+        return tuple(
+            replace(one, message=f"{one.message} {_RUNS}", severity=Severity.NOTE)
+            if one in overruled
+            else one
+            for one in self.report.findings
+        )
+
+    def _overruled(self, told: Sequence[Finding], deployment: Deployment) -> list[Finding]:
+        """Those of a server's findings that are about what has run: one device, the one at hand."""
+        if deployment.gpu is not None:
+            return []
+        files = self.source.files
+        tried = Deployment(self.engine.name, tp=(1,), dtype=self.source.dtype)
+        view = View(files.config, self.source.view.headers, files.read, tried)
+        known = {(one.rule, one.message) for one in check_view(view)}
+        run = {(one.rule, one.message) for one in told if self.source.counts(f"{one.module}.")}
+
+        def is_of_it(one: Finding) -> bool:
+            words = (one.rule, one.message)
+            if RULES[one.rule].decided == "all data":
+                return self.source.counts(f"{one.module}.")
+            return words in known and words in run
+
+        return [one for one in told if one.rule not in UNSEEN and is_of_it(one)]
 
     # ------------------------------------------------------------------ what it computes
 
@@ -405,6 +456,14 @@ class _Trial:
         severity: Severity = Severity.ERROR,
     ) -> None:
         self.findings.append(Finding(rule, module, message, remedy, severity, self.engine.name))
+
+
+def _is_refusal(one: Finding, server: str) -> bool:
+    """True if a server's rule says that it refuses the checkpoint or gets it wrong."""
+    is_grave = one.severity is Severity.ERROR
+    if one.rule in RULES and RULES[one.rule].is_limit:
+        is_grave |= one.severity is Severity.WARNING
+    return is_grave and one.server == server
 
 
 def _remedy_of_end(answer: Answer) -> str:

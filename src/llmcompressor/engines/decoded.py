@@ -61,14 +61,15 @@ class Source:
     @cached_property
     def names(self) -> list[str]:
         """The tensors of the blocks that count, and those outside of blocks."""
-        return [name for name in self.files.places if self._counts(name)]
+        return [name for name in self.files.places if self.counts(name)]
 
     @property
     def dtype(self) -> str:
         """The dtype that the model runs in, where that is one that engines take."""
         return self.view.dtype if self.view.dtype in _DTYPES else "bfloat16"
 
-    def _counts(self, name: str) -> bool:
+    def counts(self, name: str) -> bool:
+        """True for a tensor or module of the blocks that count, or outside of blocks."""
         found = _LAYER.match(name) if self.blocks is not None else None
         return found is None or self.blocks is None or int(found[1]) < self.blocks
 

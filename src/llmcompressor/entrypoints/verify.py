@@ -106,7 +106,7 @@ def verify(
         deployment=deployment,
         workers=workers,
     )
-    return report if asked is None else verify_with(report, asked)
+    return report if asked is None else verify_with(report, asked, deployment=deployment)
 
 
 def engine_of(

@@ -100,6 +100,7 @@ class EngineRun:
             which is after it was loaded.
         versions: of the engine and of what it computes with.
         blocks: how many of the first blocks were taken; ``None`` for all.
+        overruled: rules of this server that it has shown to be otherwise.
         modules: how many modules were compared by themselves.
         worst: the module that is furthest from the product with its decoded weight.
         error: its relative difference.
@@ -112,6 +113,7 @@ class EngineRun:
     status: str
     versions: Mapping[str, str] = field(default_factory=dict)
     blocks: int | None = None
+    overruled: tuple[str, ...] = ()
     modules: int = 0
     worst: str = ""
     error: float = 0.0

@@ -25,7 +25,9 @@ from llmcompressor.entrypoints.verify import verify_written
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform import SpinQuantModifier
+from llmcompressor.verification.catalogue import RULES, UNSEEN
 from llmcompressor.verification.check import verify_files
+from llmcompressor.verification.facts import Deployment, Finding, Severity
 from llmcompressor.verification.report import VerificationReport
 
 Good = Callable[[str], Sample]
@@ -409,3 +411,133 @@ def test_an_embedding_that_takes_other_arguments(
     assert report.engine is not None
     assert report.engine.status == "run"
     assert report.engine.modules == 2 * 6 + 2
+
+
+# ------------------------------------------------------------------ rules and what an engine shows
+
+VLLM = Engine("vllm", "python")
+UP = "model.layers.{}.mlp.up_proj"
+
+
+def _stray(sample: Sample, *layers: int) -> None:
+    """Tensors that vLLM would not load, and transformers does without (S23)."""
+    for at in layers:
+        sample.tensors[f"{UP.format(at)}.weight_g_idx"] = torch.zeros(32, dtype=torch.int32)
+
+
+def of_rule(report: VerificationReport, rule: str) -> list[Finding]:
+    return [one for one in report.findings if one.rule == rule]
+
+
+def test_an_engine_overrules_the_rules_of_its_server(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it there is an error; the exit code follows the engine."""
+    run_here(monkeypatch)
+    sample = good("W4A16")
+    _stray(sample, 0)
+    folder = sample.write(tmp_path / "model")
+    before = verify_files(folder, deployment=Deployment("vllm", tp=(1,)))
+    [told] = of_rule(before, "S23")
+    assert (told.severity, before.ok) == (Severity.ERROR, False)
+    report = verify_with(before, VLLM, deployment=Deployment("vllm", tp=(1,)))
+    [note] = of_rule(report, "S23")
+    assert note.severity is Severity.NOTE
+    assert note.message == f"{told.message} The engine has run it all the same."
+    assert rules(report) == ["E6"]
+    assert "S23 would have it refused" in of_rule(report, "E6")[0].message
+    assert (report.verdict, report.ok) == ("good", True)
+    assert report.engine is not None
+    assert report.engine.overruled == ("S23",)
+    assert report.as_dict()["engine"]["overruled"] == ("S23",)
+
+
+@pytest.mark.parametrize("outcome", ["refused", "another product", "no kernel", "not compared"])
+def test_rules_that_an_engine_does_not_overrule(
+    outcome: str, good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = good("W4A16")
+    _stray(sample, 0)
+    folder = sample.write(tmp_path / "model")
+    _rows(sample)
+    spoilt = sample.write(tmp_path / "spoilt")
+
+    def run_job(job: Any, job_folder: Path, *_: Any) -> Answer:
+        is_first = job_folder.name == "job-quantized"
+        if is_first and outcome == "refused":
+            return Answer("loading", "KeyError: 'weight_g_idx'")
+        if is_first and outcome == "no kernel":
+            return LACKING[0]
+        if is_first and outcome == "another product":
+            return answer({**job, "model": str(spoilt)})
+        if job_folder.name == "job-decoded" and outcome == "not compared":
+            return Answer("loading", "KeyError: 'up'")
+        return answer(job)
+
+    monkeypatch.setattr(check, "run_job", run_job)
+    report = tried(folder, VLLM, deployment=Deployment("vllm", tp=(1,)))
+    assert [one.severity for one in of_rule(report, "S23")] == [Severity.ERROR]
+    assert "E6" not in rules(report)
+    assert report.verdict == "NOT good"
+    assert report.engine is not None
+    assert not report.engine.overruled
+
+
+@pytest.mark.parametrize(
+    ("rule", "asked"),
+    [
+        ("S23", Deployment("vllm", tp=(1,), gpu="h100")),  # of a device that it has not run on
+        ("S33", Deployment("vllm", tp=(1,), dtype="float16")),  # of a dtype
+        ("S43", Deployment("vllm", tp=(3,))),  # of several devices
+    ],
+)
+def test_rules_about_what_has_not_run(
+    rule: str, asked: Deployment, good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    sample = good("W4A16")
+    if rule == "S23":
+        _stray(sample, 0)
+    if rule == "S33":
+        sample.tensors[f"{UP.format(0)}.weight_scale"][3] = 1e-9
+    folder = sample.write(tmp_path / "model")
+    report = verify_with(verify_files(folder, deployment=asked), VLLM, deployment=asked)
+    assert {one.severity for one in of_rule(report, rule)} == {Severity.ERROR}
+    [note] = of_rule(report, "E6")
+    assert "left as it is" in note.message
+    assert report.verdict == "NOT good"
+
+
+def test_a_rule_about_states_stays(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decoded model rounds none: that both compute alike says nothing of the cache."""
+    run_here(monkeypatch)
+    sample = good("W4A16")
+    scheme = {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True}
+    sample.settings["kv_cache_scheme"] = scheme
+    asked = Deployment("vllm", tp=(1,))
+    before = verify_files(sample.write(tmp_path / "model"), deployment=asked)
+    assert of_rule(before, "S49")
+    report = verify_with(before, VLLM, deployment=asked)
+    assert {one.severity for one in of_rule(report, "S49")} == {Severity.ERROR}
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1,)])
+def test_a_part_of_a_checkpoint_speaks_for_blocks_of_its_kind(
+    layers: tuple[int, ...], good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    sample = good("W4A16")
+    _stray(sample, *layers)
+    report = verify_files(sample.write(tmp_path / "model"), deployment=Deployment("vllm", tp=(1,)))
+    asked = Deployment("vllm", tp=(1,))
+    after = verify_with(report, VLLM, deployment=asked, is_trial=True)
+    assert after.engine is not None
+    assert after.engine.blocks == (1 if len(layers) == 2 else None)
+    assert len(of_rule(after, "S23")) == len(layers)
+    assert {one.severity for one in of_rule(after, "S23")} == {Severity.NOTE}
+
+
+def test_every_rule_that_a_run_does_not_show_is_one_of_a_server() -> None:
+    assert all(RULES[rule].server for rule in UNSEEN)
