@@ -27,7 +27,7 @@ def answer(job: Mapping[str, Any], *_: Any) -> Answer:
     except Exception as error:
         return Answer(stage, f"{type(error).__name__}: {error}", versions)
     plain = {name: one.detach().float() for name, one in outputs.items()}
-    return Answer("done", "", versions, plain, facts["amplitudes"])
+    return Answer("done", "", versions, plain, facts["amplitudes"], drawn=facts["drawn"])
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, reads: Path | None = None) -> None:

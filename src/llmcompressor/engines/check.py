@@ -32,6 +32,7 @@ from llmcompressor.engines.decoded import (
 from llmcompressor.engines.process import Answer, check_engine, run_job
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
+from llmcompressor.runtime.progress import join_names
 from llmcompressor.runtime.temporary import temporary_folder
 from llmcompressor.verification.catalogue import RULES, UNSEEN
 from llmcompressor.verification.facts import Deployment, Finding, Severity
@@ -40,7 +41,7 @@ from llmcompressor.verification.report import EngineRun, VerificationReport
 from llmcompressor.verification.rules import check_view
 from llmcompressor.verification.rules.view import View
 from llmcompressor.verification.scheme import Scheme, parse_args
-from llmcompressor.verification.transformers_model import quiet_transformers
+from llmcompressor.verification.transformers_model import build, quiet_transformers
 
 _ROWS = 32
 """Rows of inputs of a module: the norms of its outputs over them are alike within a factor of 2."""
@@ -182,6 +183,11 @@ class _Trial:
         if broken := [name for name, one in answer.outputs.items() if one.isnan().any()]:
             kind, _, module = broken[0].partition("/")
             self._say("E5", module if kind == "module" else "", "It gives NaN.", _WHOLE)
+        if drawn := self._lost(answer):
+            self.told = replace(self.told, status="failed")
+            said = f"It finds no values for {join_names(drawn)}, and draws them at random."
+            self._say("E5", "", f"{said} {self._beside()}", _WHOLE)
+            return
         self._compare(answer)
 
     def _served(self) -> Path:
@@ -228,9 +234,15 @@ class _Trial:
             said = f"The engine has loaded it and failed: {_sentence(answer.error)}"
             self._say("E5", "", said, _WHOLE)
             return
-        rules = ", ".join(dict.fromkeys(self._rules()))
-        beside = f"So do its rules ({rules})." if rules else "No rule of verify has told it."
-        self._say("E1", "", f"The engine refuses it: {_sentence(answer.error)} {beside}", _WHOLE)
+        said = f"The engine refuses it: {_sentence(answer.error)} {self._beside()}"
+        self._say("E1", "", said, _WHOLE)
+
+    def _lost(self, answer: Answer) -> list[str]:
+        """What an engine draws at random, but for what the file has no values for (S70)."""
+        view = self.source.view
+        plain = build(view.config, view.plain) if answer.drawn and view.plain else None
+        lacking = () if plain is None else plain.missing
+        return [name for name in answer.drawn if name not in lacking]
 
     def _tell_nothing(self, answer: Answer) -> None:
         """E10: the engine was ended from outside."""
@@ -258,6 +270,10 @@ class _Trial:
         if beside is not None and not beside.error:
             said += " The decoded model runs."
         self._say("E5", "", said, _WHOLE)
+
+    def _beside(self) -> str:
+        rules = ", ".join(dict.fromkeys(self._rules()))
+        return f"So do its rules ({rules})." if rules else "No rule of verify has told it."
 
     def _rules(self) -> Iterator[str]:
         for one in self.report.findings:
@@ -322,6 +338,8 @@ class _Trial:
         if not reason:
             decoded = self._ask(self.work / "decoded", "decoded", amplitudes=answer.amplitudes)
             reason = f"The decoded model does not run: {decoded.error}" if decoded.error else ""
+            if lost := self._lost(decoded):
+                reason = f"Of the decoded model it finds no values for {join_names(lost)}."
             remedy = _remedy_of_end(decoded)
         if reason:
             said = f"Nothing was compared. {_sentence(reason)}"

@@ -60,6 +60,7 @@ class Answer:
         silent: module that could not be called by itself → why.
         is_late: it was ended, since it took too long.
         signal: the number of the signal that ended it otherwise; 0 if none did.
+        drawn: tensors that the engine found no values for, and has drawn at random.
         rounded: modules whose inputs the engine rounds to 8 bits, whatever their scheme is.
     """
 
@@ -71,6 +72,7 @@ class Answer:
     silent: Mapping[str, str] = field(default_factory=dict)
     is_late: bool = False
     signal: int = 0
+    drawn: Sequence[str] = ()
     rounded: Sequence[str] = ()
 
     @property
@@ -194,10 +196,14 @@ def run_job(job: Mapping[str, Any], folder: Path, python: str, timeout: float | 
     try:
         outputs = load_file(folder / "outputs.safetensors")
         amplitudes = {str(name): float(one) for name, one in state["amplitudes"].items()}
-        rounded = [str(name) for name in state.get("rounded") or ()]
+        drawn, rounded = (
+            [str(one) for one in state.get(key) or ()] for key in ("drawn", "rounded")
+        )
     except Exception as error:  # of any kind: what an engine's process writes may be anything
         return _with_error(known, f"what its process wrote cannot be read: {error!r:.200}")
-    return replace(known, stage="done", outputs=outputs, amplitudes=amplitudes, rounded=rounded)
+    return replace(
+        known, stage="done", outputs=outputs, amplitudes=amplitudes, drawn=drawn, rounded=rounded
+    )
 
 
 def killed_by(number: int) -> str:

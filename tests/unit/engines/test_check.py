@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from llmcompressor.engines import check
 from llmcompressor.engines.check import Engine, verify_with
 from llmcompressor.engines.compare import tolerance_of
 from llmcompressor.engines.process import Answer
+from llmcompressor.engines.runner import of_transformers
 from llmcompressor.entrypoints.verify import verify_written
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -541,3 +543,88 @@ def test_a_part_of_a_checkpoint_speaks_for_blocks_of_its_kind(
 
 def test_every_rule_that_a_run_does_not_show_is_one_of_a_server() -> None:
     assert all(RULES[rule].server for rule in UNSEEN)
+
+
+# ------------------------------------------------------------------ what an engine draws
+
+
+def test_weights_that_an_engine_draws_at_random(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the decoded model it draws the same ones: what they compute is alike, and of no model."""
+    sample = good("W4A16")
+    folder = sample.write(tmp_path / "model")
+    name = "model.layers.0.mlp.down_proj"
+    for own in sample.own(name):
+        sample.tensors[f"elsewhere.{own}"] = sample.tensors.pop(f"{name}.{own}")
+    sample.settings["ignore"].append(name)
+    run_here(monkeypatch, reads=sample.write(tmp_path / "spoilt"))
+    report = tried(folder)
+    [told] = [one for one in report.findings if one.rule.startswith("E")]
+    assert told.rule == "E5"
+    assert f"no values for {name}.weight" in told.message
+    assert report.engine is not None
+    assert report.engine.status == "failed"
+
+
+def test_experts_of_a_class_that_stacks_them(
+    compressed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T6 is right, though all modules and distributions of both models are alike."""
+    build("gpt_oss").save_pretrained(tmp_path / "moe")
+    recipe = QuantizationModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
+    run_here(monkeypatch)
+    folder = compressed(tmp_path / "moe", recipe, verify=False)
+    report = tried(folder, deployment=Deployment("transformers"))
+    assert {one.severity for one in of_rule(report, "T6")} == {Severity.ERROR}
+    [told] = [one for one in report.findings if one.rule.startswith("E")]
+    assert told.rule == "E5"
+    assert "experts" in told.message
+    assert told.message.endswith("So do its rules (T6).")
+
+
+def test_a_decoded_model_that_lacks_values(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_job(job: Any, folder: Path, *_: Any) -> Answer:
+        drawn = ["model.layers.0.mlp.experts"] if folder.name == "job-decoded" else []
+        return replace(answer(job), drawn=drawn)
+
+    monkeypatch.setattr(check, "run_job", run_job)
+    report = tried(good("W4A16").write(tmp_path / "model"))
+    assert rules(report) == ["E7"]
+    assert report.verdict == "run, not compared"
+
+
+def test_what_the_file_lacks_is_no_fault_of_the_engine(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S70 tells, and whether the original lacks it too."""
+    run_here(monkeypatch)
+    sample = good("W4A16")
+    del sample.tensors["model.layers.1.input_layernorm.weight"]
+    report = tried(sample.write(tmp_path / "model"))
+    assert of_rule(report, "S70")
+    assert not rules(report)
+
+
+class _Router(torch.nn.Linear):
+    def forward(self, given: torch.Tensor) -> Any:
+        return super().forward(given), given
+
+
+class _Routed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.plain = _Router(4, 2), torch.nn.Linear(4, 2, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        return SimpleNamespace(logits=torch.zeros(1, input_ids.shape[1], 3))
+
+
+def test_a_module_that_gives_several_things() -> None:
+    """It cannot be called by itself, and all others are."""
+    job = {"prompts": [[1, 2]], "rows": 3, "scales": {}}
+    found, facts = of_transformers.run((_Routed(), []), job)
+    assert set(found) == {"logits/0", "module/plain"}
+    assert facts["silent"] == {"router": "TypeError: it gives a tuple"}

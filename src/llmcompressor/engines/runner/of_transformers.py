@@ -26,21 +26,26 @@ def prepare(job: Mapping[str, Any]) -> dict[str, str]:
     return versions
 
 
-def load(job: Mapping[str, Any]) -> Any:
-    """The model, by the class that its configuration names."""
+def load(job: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The model, by the class that its configuration names, and what it has no values for."""
     import transformers  # noqa: PLC0415  # as above
 
     config = transformers.AutoConfig.from_pretrained(job["model"])
     named: Any = getattr(transformers, next(iter(config.architectures or ()), ""), None)
     kind = transformers.AutoModelForCausalLM if named is None else named
-    model: Any = kind.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"]))
+    dtype = getattr(torch, job["dtype"])
+    loaded: Any = kind.from_pretrained(job["model"], dtype=dtype, output_loading_info=True)
+    model, told = loaded
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device).eval()
+    return model.to(device).eval(), sorted(told["missing_keys"])
 
 
 @torch.no_grad()
-def run(model: Any, job: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def run(
+    loaded: tuple[Any, list[str]], job: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Logits of the prompts, then outputs of modules: the first forward unpacks what is packed."""
+    model, drawn = loaded
     device = next(model.parameters()).device
     found: dict[str, Tensor] = {}
     for number, ids in enumerate(job["prompts"]):
@@ -58,8 +63,10 @@ def run(model: Any, job: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str
                 used[name] = amplitude(name, module, job, [name])
                 inputs = signs(name, job["rows"], module.in_features) * used[name]
                 output = module(inputs.to(device, weight.dtype))
+                if not isinstance(output, Tensor):  # a router that gives its choice too
+                    raise TypeError(f"it gives a {type(output).__name__}")
                 bias = module.bias
                 found[f"module/{name}"] = output if bias is None else output.float() - bias.float()
         except Exception as error:  # positions of OPT are no ids: its class takes other arguments
             silent[name] = f"{type(error).__name__}: {error}"[:300]
-    return found, {"amplitudes": used, "silent": silent}
+    return found, {"amplitudes": used, "silent": silent, "drawn": drawn}
