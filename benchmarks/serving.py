@@ -63,6 +63,8 @@ def run(case: Case, folder: Path, engine: str, python: str) -> dict[str, Any]:
     of_engine = [one for one in report.findings if one.rule[0] == "E"]
     wrong = [one for one in of_engine if one.rule not in _NEUTRAL]
     status = "differs" if wrong and found.status in ("run", "loaded, not run") else found.status
+    if found.alike and not told:
+        status = "model refused"
     if any(one.rule == "E7" for one in of_engine):
         status = "not compared"
     row = {

@@ -137,6 +137,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name → family of transformers, and fields of its configuration, of which it takes its own."""
+_PUBLISHED = {"DeepSeek V3": {"topk_method": "noaux_tc"}}
+"""Fields of published configurations that servers read, and that transformers no longer has."""
 _CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM"}
 
 
@@ -154,6 +156,8 @@ def _build(name: str) -> Any:
     kind = getattr(transformers, f"{family}Config")
     plain = kind()  # vLLM reads fields that transformers leaves alone, such as shared experts
     config = kind(**{key: value for key, value in fields.items() if hasattr(plain, key)})
+    for key, value in _PUBLISHED.get(name, {}).items():
+        setattr(config, key, value)
     torch.manual_seed(0)
     model = getattr(transformers, _CLASSES.get(family, f"{family}ForCausalLM"))(config).eval()
     with torch.no_grad():

@@ -63,7 +63,7 @@ _TITLES = {
 }
 _SAID = 110
 _FAILURES = ("refused", "failed", "differs")
-_UNDECIDED = ("not run", "not compared", "not written")
+_UNDECIDED = ("not run", "model refused", "not compared", "not written")
 
 Row = Mapping[str, Any]
 

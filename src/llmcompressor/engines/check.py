@@ -70,6 +70,7 @@ _KILLED = (
     "ended it."
 )
 _RUNS = "The engine has run it all the same."
+_OF_MODEL = "Take a release of the engine that knows the model."
 _CRASHED = "Take another release of the engine or another machine."
 _CPU = "A device that the engine has a kernel for runs it."
 
@@ -208,6 +209,10 @@ class _Trial:
             return again
         if again.is_broken_off:
             return again
+        if again.error and again.error != refused.error and _OF_PLATFORM.search(refused.error):
+            first = _sentence(refused.error)
+            said = f"{first} With products in place of its kernels: {again.error}"
+            return replace(again, error=said)
         if again.error:
             return refused
         self.told = replace(self.told, status="loaded, not run")
@@ -229,13 +234,17 @@ class _Trial:
         if answer.is_broken_off:
             self._tell_nothing(answer)
             return
-        if not answer.is_refusal:
-            self.told = replace(self.told, status="failed")
-            said = f"The engine has loaded it and failed: {_sentence(answer.error)}"
-            self._say("E5", "", said, _WHOLE)
-            return
-        said = f"The engine refuses it: {_sentence(answer.error)} {self._beside()}"
-        self._say("E1", "", said, _WHOLE)
+        did = "refuses it" if answer.is_refusal else "has loaded it and failed"
+        status = "refused" if answer.is_refusal else "failed"
+        control = "" if any(self._rules()) else self._fails_alike(answer)
+        self.told = replace(self.told, status=status, alike=control)
+        said = f"The engine {did}: {_sentence(answer.error)}"
+        if control:
+            said += f" So it does with the {control} model: its codes are not the reason."
+        elif answer.is_refusal:
+            said += f" {self._beside()}"
+        remedy = _OF_MODEL if control else _WHOLE
+        self._say("E1" if answer.is_refusal else "E5", "", said, remedy)
 
     def _lost(self, answer: Answer) -> list[str]:
         """What an engine draws at random, but for what the file has no values for (S70)."""
@@ -254,22 +263,26 @@ class _Trial:
         self._say("E10", "", said, _remedy_of_end(answer), Severity.WARNING)
 
     def _tell_crash(self, answer: Answer) -> None:
-        """E5, or E10 where the decoded model makes it crash as well: it is not the codes then."""
-        reason = self._write_decoded()
-        beside = None if reason else self._ask(self.work / "decoded", "decoded", rows=0)
-        if beside is not None and beside.is_crash:
-            self.told = replace(self.told, status="not run")
-            said = (
-                f"The engine crashes while it is {answer.stage} the model: {answer.error}. It does "
-                "so with the decoded model too, so that this says nothing of the checkpoint."
-            )
+        """E5, or E10 where another model makes it crash as well: it is not the codes then."""
+        said = f"The engine crashes while it is {answer.stage} the model: {answer.error}."
+        if control := self._fails_alike(answer):
+            self.told = replace(self.told, status="not run", alike=control)
+            said += f" So it does with the {control} model: that says nothing of the checkpoint."
             self._say("E10", "", said, _CRASHED, Severity.WARNING)
             return
         self.told = replace(self.told, status="failed")
-        said = f"The engine crashes while it is {answer.stage} the model: {answer.error}."
-        if beside is not None and not beside.error:
-            said += " The decoded model runs."
         self._say("E5", "", said, _WHOLE)
+
+    def _fails_alike(self, answer: Answer) -> str:
+        """``original`` or ``decoded``, where that model fails in the same way; else empty."""
+        if self.report.reference is not None:
+            name, other = "original", self._ask_original()
+        elif not self._write_decoded():
+            name, other = "decoded", self._ask(self.work / "decoded", "decoded", rows=0)
+        else:
+            return ""
+        is_alike = other.is_crash if answer.is_crash else other.stage == answer.stage
+        return name if is_alike and other.error and not other.is_broken_off else ""
 
     def _beside(self) -> str:
         rules = ", ".join(dict.fromkeys(self._rules()))
@@ -405,14 +418,7 @@ class _Trial:
         """Distances from the original, in the same engine."""
         if self.report.reference is None:
             return
-        with closing(open_checkpoint(self.report.reference)) as files:
-            view = View(files.config, files.headers, files.read)
-            original = Source(files, view, self.source.blocks)
-            folder = files.directory
-            if original.blocks is not None:
-                folder = self.work / "original"
-                write_cut(original, folder)
-            answer = self._ask(folder, "original", rows=0)
+        answer = self._ask_original()
         if answer.error:
             said = (
                 f"The original does not run in the engine: {_sentence(answer.error)} Nothing was "
@@ -429,6 +435,17 @@ class _Trial:
             self._say("E8", "", said, "Compress the model anew, or with more bits.")
 
     # ------------------------------------------------------------------ the engine's process
+
+    def _ask_original(self) -> Answer:
+        assert self.report.reference is not None
+        with closing(open_checkpoint(self.report.reference)) as files:
+            view = View(files.config, files.headers, files.read)
+            original = Source(files, view, self.source.blocks)
+            folder = files.directory
+            if original.blocks is not None:
+                folder = self.work / "original"
+                write_cut(original, folder)
+            return self._ask(folder, "original", rows=0)
 
     def _ask(self, model: Path, name: str, **further: Any) -> Answer:
         folder = self.work / f"job-{name}{'-stand-ins' if 'stand_ins' in further else ''}"

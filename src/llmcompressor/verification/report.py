@@ -100,6 +100,7 @@ class EngineRun:
             which is after it was loaded.
         versions: of the engine and of what it computes with.
         blocks: how many of the first blocks were taken; ``None`` for all.
+        alike: ``original`` or ``decoded`` where that model is refused, or fails, in the same way.
         overruled: rules of this server that it has shown to be otherwise.
         modules: how many modules were compared by themselves.
         worst: the module that is furthest from the product with its decoded weight.
@@ -113,6 +114,7 @@ class EngineRun:
     status: str
     versions: Mapping[str, str] = field(default_factory=dict)
     blocks: int | None = None
+    alike: str = ""
     overruled: tuple[str, ...] = ()
     modules: int = 0
     worst: str = ""

@@ -167,6 +167,35 @@ def test_a_refusal_stands_beside_the_rules(
     assert report.engine.status == "refused"
 
 
+@pytest.mark.parametrize("stage", ["loading", "running"])
+@pytest.mark.parametrize("name", ["original", "decoded", ""])
+def test_a_refusal_of_the_model_as_such(
+    stage: str,
+    name: str,
+    good: Good,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another model in full weights is refused too: the codes are not the reason."""
+    refused = {"job-quantized", f"job-{name}"}
+    said = Answer(stage, "ValueError: Layer 0 has no attention")
+
+    def run_job(job: Any, folder: Path, *_: Any) -> Answer:
+        return said if folder.name in refused else answer(job)
+
+    monkeypatch.setattr(check, "run_job", run_job)
+    reference = source if name == "original" else None
+    report = tried(good("W4A16").write(tmp_path / "model"), reference=reference)
+    [told] = [one for one in report.findings if one.rule.startswith("E")]
+    assert told.rule == ("E1" if stage == "loading" else "E5")
+    assert ("its codes are not the reason" in told.message) == bool(name)
+    assert ("No rule of verify has told it" in told.message) == (not name and stage == "loading")
+    assert report.verdict == "NOT good"
+    assert report.engine is not None
+    assert report.engine.alike == name
+
+
 def test_a_failure_after_the_load(
     good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,6 +336,25 @@ def test_a_platform_without_a_kernel(
     assert report.engine is not None
     assert report.engine.modules
     assert lacking.error in str(report)
+
+
+def test_a_refusal_that_is_not_of_the_platform_alone(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the kernels that it lacks it is refused for another reason, which is told."""
+
+    def run_job(job: Any, folder: Path, *_: Any) -> Answer:
+        if folder.name == "job-decoded":
+            return answer(job)
+        return Answer("loading", "KeyError: 'up'") if job.get("stand_ins") else LACKING[0]
+
+    monkeypatch.setattr(check, "run_job", run_job)
+    report = tried(good("W4A16").write(tmp_path / "model"), Engine("vllm", "python"))
+    [told] = [one for one in report.findings if one.rule.startswith("E")]
+    assert told.rule == "E1"
+    assert (
+        "Failed to find a kernel. With products in place of its kernels: KeyError" in told.message
+    )
 
 
 def test_a_platform_that_does_not_even_load_it(
