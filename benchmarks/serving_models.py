@@ -137,7 +137,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name → family of transformers, and fields of its configuration, of which it takes its own."""
-_PUBLISHED = {"DeepSeek V3": {"topk_method": "noaux_tc"}}
+_PUBLISHED = {
+    "DeepSeek V3": {"topk_method": "noaux_tc"},
+    "GLM 4 MoE": {"head_dim": 32},
+}
 """Fields of published configurations that servers read, and that transformers no longer has."""
 _CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM"}
 
@@ -155,7 +158,9 @@ def _build(name: str) -> Any:
     family, fields = ARCHITECTURES[name]
     kind = getattr(transformers, f"{family}Config")
     plain = kind()  # vLLM reads fields that transformers leaves alone, such as shared experts
-    config = kind(**{key: value for key, value in fields.items() if hasattr(plain, key)})
+    taken = {key for key in fields if hasattr(plain, key)}
+    taken -= {key for key in taken if isinstance(getattr(kind, key, None), property)}
+    config = kind(**{key: fields[key] for key in fields if key in taken})
     for key, value in _PUBLISHED.get(name, {}).items():
         setattr(config, key, value)
     torch.manual_seed(0)
