@@ -29,16 +29,15 @@ from llmcompressor.engines.decoded import (
     write_cut,
     write_decoded,
 )
+from llmcompressor.engines.overruled import as_notes, explained, overruled, refusals
 from llmcompressor.engines.process import Answer, check_engine, run_job
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.runtime.temporary import temporary_folder
-from llmcompressor.verification.catalogue import RULES, UNSEEN
 from llmcompressor.verification.facts import Deployment, Finding, Severity
 from llmcompressor.verification.files import open_checkpoint
 from llmcompressor.verification.report import EngineRun, VerificationReport
-from llmcompressor.verification.rules import check_view
 from llmcompressor.verification.rules.view import View
 from llmcompressor.verification.scheme import Scheme, parse_args
 from llmcompressor.verification.transformers_model import build, quiet_transformers
@@ -69,7 +68,6 @@ _KILLED = (
     "Leave it more memory, or verify where there is more; where memory was not short, see who "
     "ended it."
 )
-_RUNS = "The engine has run it all the same."
 _OF_MODEL = "Take a release of the engine that knows the model."
 _CRASHED = "Take another release of the engine or another machine."
 _CPU = "A device that the engine has a kernel for runs it."
@@ -302,46 +300,15 @@ class _Trial:
             deployment: that they are of.
         """
         is_sound = not any(one.severity is Severity.ERROR for one in self.findings)
-        told = [one for one in self.report.findings if _is_refusal(one, self.engine.name)]
+        told = refusals(self.report.findings, self.engine.name)
         if not (told and is_sound and self.told.status == "run"):
             return self.report.findings
-        overruled = self._overruled(told, deployment)
-        rules = tuple(dict.fromkeys(one.rule for one in overruled))
-        left = dict.fromkeys(one.rule for one in told if one not in overruled)
-        said = "The engine runs it, and computes what its decoded weights do."
-        if rules:
-            said += (
-                f" {', '.join(rules)} would have it refused or wrong: this release or device "
-                "differs from the one that the rules are of."
-            )
-        if left:
-            said += f" Not shown by such a run, and left as it is: {', '.join(left)}."
+        shown = overruled(told, self.source, self.engine.name, deployment)
+        rules = tuple(dict.fromkeys(one.rule for one in shown))
+        said = explained(rules, dict.fromkeys(one.rule for one in told if one not in shown))
         self._say("E6", "", said, "Go by what was compared.", Severity.NOTE)
         self.told = replace(self.told, overruled=rules)
-        return tuple(
-            replace(one, message=f"{one.message} {_RUNS}", severity=Severity.NOTE)
-            if one in overruled
-            else one
-            for one in self.report.findings
-        )
-
-    def _overruled(self, told: Sequence[Finding], deployment: Deployment) -> list[Finding]:
-        """Those of a server's findings that are about what has run: one device, the one at hand."""
-        if deployment.gpu is not None:
-            return []
-        files = self.source.files
-        tried = Deployment(self.engine.name, tp=(1,), dtype=self.source.dtype)
-        view = View(files.config, self.source.view.headers, files.read, tried)
-        known = {(one.rule, one.message) for one in check_view(view)}
-        run = {(one.rule, one.message) for one in told if self.source.counts(f"{one.module}.")}
-
-        def is_of_it(one: Finding) -> bool:
-            words = (one.rule, one.message)
-            if RULES[one.rule].decided == "all data":
-                return self.source.counts(f"{one.module}.")
-            return words in known and words in run
-
-        return [one for one in told if one.rule not in UNSEEN and is_of_it(one)]
+        return as_notes(self.report.findings, shown)
 
     # ------------------------------------------------------------------ what it computes
 
@@ -491,14 +458,6 @@ class _Trial:
         severity: Severity = Severity.ERROR,
     ) -> None:
         self.findings.append(Finding(rule, module, message, remedy, severity, self.engine.name))
-
-
-def _is_refusal(one: Finding, server: str) -> bool:
-    """True if a server's rule says that it refuses the checkpoint or gets it wrong."""
-    is_grave = one.severity is Severity.ERROR
-    if one.rule in RULES and RULES[one.rule].is_limit:
-        is_grave |= one.severity is Severity.WARNING
-    return is_grave and one.server == server
 
 
 def _remedy_of_end(answer: Answer) -> str:

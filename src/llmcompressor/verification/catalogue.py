@@ -186,13 +186,6 @@ RULES = {rule.number: rule for rule in map(_rule, _TABLE.strip().splitlines())}
 """Number → rule, of all that are checked."""
 _SELECTED = "What a target selects in vLLM is found by its own procedure: S19 tells what is wrong."
 _SHAPES = "A shape that differs from that of the scheme is C1."
-_STATES = "A model with decoded weights rounds neither cache nor states: it has nothing to compare."
-UNSEEN = {
-    **dict.fromkeys(("S49", "S50", "S51", "S52", "S53", "S54", "S55", "L7", "L11"), _STATES),
-    "S68": "What a file lacks its decoded model lacks as well.",
-    "S61": "No prompt runs the draft layers.",
-}
-"""Number of a server's rule → why a checkpoint that runs in it may breach the rule all the same."""
 NOT_CHECKED = {
     "S11": _SELECTED,
     "S15": _SELECTED,
