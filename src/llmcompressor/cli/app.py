@@ -95,6 +95,12 @@ _IncludePath = Annotated[
         rich_help_panel=_OF_TASKS,
     ),
 ]
+_Memory = Annotated[
+    str | None, typer.Option(help="The most memory to use, as 40GiB or 0=40GiB,cpu=100GiB.")
+]
+_Resume = Annotated[
+    str, typer.Option(help="A run that was broken off: auto, never, must or mixed.")
+]
 _NoVerify = Annotated[
     bool, typer.Option("--no-verify", help="Do not read the written files again.")
 ]
@@ -247,12 +253,8 @@ def _model_free(
         str | None,
         typer.Option(help="Where to compute. (default: an accelerator if there is one)"),
     ] = None,
-    max_memory: Annotated[
-        str | None, typer.Option(help="The most memory to use, as 40GiB or 0=40GiB,cpu=100GiB.")
-    ] = None,
-    resume: Annotated[
-        str, typer.Option(help="A run that was broken off: auto, never, must or mixed.")
-    ] = "auto",
+    max_memory: _Memory = None,
+    resume: _Resume = "auto",
     no_verify: _NoVerify = False,
     no_report: _NoReport = False,
     overwrite: _Overwrite = False,
