@@ -81,6 +81,8 @@ def agrees(row: Row) -> bool:
 
     >>> agrees({"told": [], "status": "run"}), agrees({"told": [], "status": "refused"})
     (True, False)
+    >>> agrees({"told": [], "status": "model refused"})  # which is no rule's subject
+    True
     """
     if row["status"] in _UNDECIDED:
         return True
