@@ -223,7 +223,7 @@ class _Trial:
 
     def _tell_failure(self, answer: Answer) -> None:
         """E1 or E5, with the rules that have told it."""
-        if answer.stage == "importing":
+        if answer.stage == "importing" and not (answer.signal and answer.is_broken_off):
             raise ArgumentError(
                 f"{self.engine.name} cannot be used by {self.engine.python}: "
                 f"{_sentence(answer.error)}",
@@ -255,14 +255,14 @@ class _Trial:
         """E10: the engine was ended from outside."""
         self.told = replace(self.told, status="not run")
         said = (
-            f"The engine was ended while it was {answer.stage} the model: {answer.error}. That "
-            "says nothing of the checkpoint."
+            f"The engine was ended while {answer.stage}: {answer.error}. That says nothing of the "
+            "checkpoint."
         )
         self._say("E10", "", said, _remedy_of_end(answer), Severity.WARNING)
 
     def _tell_crash(self, answer: Answer) -> None:
         """E5, or E10 where another model makes it crash as well: it is not the codes then."""
-        said = f"The engine crashes while it is {answer.stage} the model: {answer.error}."
+        said = f"The engine crashes while {answer.stage}: {answer.error}."
         if control := self._fails_alike(answer):
             self.told = replace(self.told, status="not run", alike=control)
             said += f" So it does with the {control} model: that says nothing of the checkpoint."

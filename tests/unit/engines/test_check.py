@@ -211,6 +211,7 @@ def test_a_failure_after_the_load(
 ENDED = {
     "late": (Answer("loading", "it was not done after 5 seconds", is_late=True), "--timeout"),
     "killed": (Answer("loading", "its process was killed by signal 9", signal=9), "memory"),
+    "importing": (Answer("importing", "its process was killed by signal 9", signal=9), "memory"),
     "terminated": (Answer("running", "its process was killed by signal 15", signal=15), "memory"),
     "late, running": (Answer("running", "it was not done", is_late=True), "--verify-timeout"),
 }
