@@ -43,7 +43,7 @@ from llmcompressor.checkpoint.atomic_output import (
     rounds_folder,
 )
 from llmcompressor.checkpoint.journal import resumable_fingerprint, rounds_of
-from llmcompressor.checkpoint.manifest import gates_of, is_rejected
+from llmcompressor.checkpoint.manifest import is_rejected
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.side_files import load_processor
 from llmcompressor.checkpoint.source import SourceInfo, local_directory
