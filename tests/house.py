@@ -45,15 +45,15 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 # Figure: (ceiling, goal). --lower rewrites the ceilings. Where a commit adds a capability, it may
 # raise the ceilings of lines by that, and its message says so: refactoring may not.
 CEILINGS: dict[str, tuple[float, float]] = {
-    "lines of src": (97_300, 64_000),
-    "files of src": (353, 300),
+    "lines of src": (98_700, 64_000),
+    "files of src": (359, 300),
     "members to override": (27, 25),
     "fields of State": (14, 14),
     "folders in a cycle": (0, 0),
-    "files in checkpoint": (25, 20),
+    "files in checkpoint": (26, 20),
     "files in modeling": (20, 20),
     "files in verification": (23, 22),
-    "files in entrypoints": (19, 14),
+    "files in entrypoints": (20, 14),
     "files for an old path": (0, 0),
     "helpers used once": (786, 400),
     "short helpers used once": (60, 60),
@@ -61,7 +61,7 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "files per 1,000 lines": (4.7, 4.7),
     "% of functions with a body of at most 3 lines": (36.5, 30.0),
     "% of docstrings that open with a question": (3.0, 3.0),
-    "lines of tests": (72_700, 52_000),
+    "lines of tests": (73_500, 52_000),
     "bytes of docs/architecture.md": (8_000, 10_000),
     "rows of its longest table": (20, 20),
 }

@@ -104,6 +104,8 @@ class OneshotKeywords(TypedDict, total=False):
     gate_dataset: Any
     gate_reference: Any
     keep_rejected: bool
+    save_statistics: str | os.PathLike[str] | None
+    statistics: str | os.PathLike[str] | None
 
 
 class TrainKeywords(OneshotKeywords, total=False):

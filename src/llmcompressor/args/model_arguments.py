@@ -319,6 +319,15 @@ class RunArguments(CheckedFields):
         boolean,
         default=False,
     )
+    save_statistics: str | None = argument(
+        "A folder, new or empty, for statistics of the calibration of the original model: runs of "
+        "other recipes on the same model and data take them in place of the data.",
+        optional(path),
+    )
+    statistics: str | None = argument(
+        "A folder that save_statistics has filled: the recipe works from it, and no data is run.",
+        optional(path),
+    )
     dry_run: bool = argument(
         "Make and show the plan of the run; compress and write nothing.", boolean, default=False
     )

@@ -19,15 +19,23 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.budget.options import BudgetOptions
+from llmcompressor.checkpoint.block_reader import REST
+from llmcompressor.checkpoint.kept_statistics import KeptStatistics, StatisticsWriter
 from llmcompressor.core.block_source import BlockSource
-from llmcompressor.errors import DatasetError, NonFiniteError, TargetError
+from llmcompressor.errors import ArgumentError, DatasetError, NonFiniteError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_graph import model_device
 from llmcompressor.modeling.fused import fused_sets
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.offload import TensorStore, activation_budget, device_activation_budget
-from llmcompressor.numerics.gram import add_column_squares, add_upper_product, mirror_upper_
+from llmcompressor.numerics.gram import (
+    add_column_squares,
+    add_upper_product,
+    mirror_upper_,
+    packed_upper,
+    unpacked_upper,
+)
 from llmcompressor.numerics.sensitivity import compensated_columns, loss_rise
 from llmcompressor.pipelines.batches import CalibrationBatches, calibration_mode
 from llmcompressor.pipelines.block_gradients import watch_gradients
@@ -49,6 +57,7 @@ def measure_losses(
     budget: int | str | None = None,
     device_memory: int | None = None,
     use_loss_mask: bool = False,
+    keep_in: StatisticsWriter | None = None,
 ) -> list[list[float]]:
     """Measure the expected rise of the mean loss of a token, in nats, for each set and candidate.
 
@@ -60,6 +69,7 @@ def measure_losses(
         budget: bytes of activations that may wait in main memory; ``None``: half of what is free.
         device_memory: limit for bytes on an accelerator; ``None``: its free memory.
         use_loss_mask: only tokens whose ``loss_mask`` is 1 count.
+        keep_in: statistics to which all is added that other candidates need.
 
     Raises:
         DatasetError: there is no batch.
@@ -72,14 +82,14 @@ def measure_losses(
     names = {module: name for name, module in named_modules(model)}
     wanted = {name for own in options.sets for name in own}
     linears = [module for module, name in names.items() if name in wanted]
-    errors = _RoundingErrors(model, options, names)
+    errors = _RoundingErrors(model, options, names, keep_in=keep_in)
     blocks = find_blocks(model)
     shelf = TensorStore(
         activation_budget(budget), device_activation_budget(model_device(model), device_memory)
     )
 
     def leave(block: Module) -> None:
-        errors.settle(block.modules())
+        errors.settle(block.modules(), blocks[block])
 
     with contextlib.closing(shelf), calibration_mode(model), short_spin_waits():
         losses = watch_gradients(
@@ -96,7 +106,41 @@ def measure_losses(
         errors.settle(one for one in linears if one not in inside)
     if not all(map(torch.isfinite, torch.tensor(losses))):
         raise NonFiniteError("The loss of the model is not finite on the calibration samples.")
+    if keep_in is not None:
+        samples = options.budget.samples
+        keep_in.contents.loss_of = {"samples": samples, "tokens": data.real_tokens}
     return errors.by_set(data.real_tokens)
+
+
+def kept_losses(
+    model: Module, options: BudgetOptions, source: BlockSource, statistics: KeptStatistics
+) -> list[list[float]]:
+    """What :func:`measure_losses` has found, for any candidates, from what it has kept.
+
+    Args:
+        model: the model, unquantized; its blocks may have no weights.
+        options: the sets and candidates.
+        source: loads the blocks.
+        statistics: of this model.
+
+    Raises:
+        ArgumentError: they have nothing for a budget, or not for all modules or as many samples.
+    """
+    known, asked = statistics.modules_with_loss, options.budget.samples
+    lacking = [name for own in options.sets for name in own if name not in known]
+    if lacking or statistics.loss_of.get("samples") != asked:
+        why = f"of {asked} samples, but of {statistics.loss_of.get('samples')}"
+        if lacking:
+            why = f"of {join_names(lacking)}" if known else "for a budget"
+        raise ArgumentError(
+            f"The statistics in {statistics.folder} have no gradients {why}.",
+            "Collect them in a run with this budget: save_statistics=... (--save-statistics), into "
+            "another folder.",
+        )
+    names = {module: name for name, module in named_modules(model)}
+    errors = _RoundingErrors(model, options, names, kept=statistics)
+    _settle_all(errors, source)
+    return errors.by_set(statistics.loss_of["tokens"])
 
 
 def weight_errors(model: Module, options: BudgetOptions, source: BlockSource) -> list[list[float]]:
@@ -109,16 +153,21 @@ def weight_errors(model: Module, options: BudgetOptions, source: BlockSource) ->
     """
     names = {module: name for name, module in named_modules(model)}
     errors = _RoundingErrors(model, options, names, without_data=True)
+    _settle_all(errors, source)
+    return errors.by_set(1)
+
+
+def _settle_all(errors: _RoundingErrors, source: BlockSource) -> None:
+    """Settle block by block, each with its weights, and then all outside of blocks."""
     blocks = list(source.names)
     inside = {inner for block in blocks for inner in block.modules()}
     following = [*blocks[1:], None]
     with source.visits() as visit, progress(len(blocks), "Measuring errors") as advance:
         for block, then in zip(blocks, following, strict=False):
             visit(block, then)
-            errors.settle(block.modules())
+            errors.settle(block.modules(), source.names[block])
             advance(1, note=source.names[block])
-    errors.settle(one for one in names if one not in inside)
-    return errors.by_set(1)
+    errors.settle(one for one in errors.names if one not in inside)
 
 
 def first_samples(batches: Iterable[Mapping[str, Any]], samples: int) -> list[dict[str, Any]]:
@@ -197,16 +246,21 @@ class _RoundingErrors:
     options: BudgetOptions
     names: Mapping[Module, str]
     without_data: bool = False
+    keep_in: StatisticsWriter | None = None
+    kept: KeptStatistics | None = None
     _moments: dict[str, _Moments] = field(default_factory=dict)
     _losses: dict[str, list[float]] = field(default_factory=dict)
     _leaders: dict[str, str] = field(default_factory=dict)
+    _joined: dict[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         wanted = {name for own in self.options.sets for name in own}
         self._leaders = {name: name for name in wanted}
+        self._joined = {name: (name,) for name in wanted}
         for joined in fused_sets(self.model):  # they read one input
             own = [name for name in joined if name in wanted]
             self._leaders |= dict.fromkeys(own, own[0] if own else "")
+            self._joined |= {name: joined for name in own[:1]}
 
     @torch.no_grad()
     def watch(self, module: Module, given: Tensor, gradient: Tensor) -> None:
@@ -221,7 +275,8 @@ class _RoundingErrors:
             rows, columns = gradient_TR.shape[-1], input_TC.shape[-1]
             empty = torch.zeros(rows + columns, dtype=torch.float32, device=input_TC.device)
             moments = self._moments[name] = _Moments(empty[:rows], empty[rows:])
-            if self.options.modifier.compensates and self._leaders[name] == name:
+            is_used = self.options.modifier.compensates or self.keep_in is not None
+            if is_used and self._leaders[name] == name:
                 moments.gram_CC = empty.new_zeros(columns, columns)
         moments.tokens += len(input_TC)
         add_column_squares(moments.gradient_R, gradient_TR)
@@ -230,9 +285,19 @@ class _RoundingErrors:
             add_upper_product(moments.gram_CC, input_TC)
 
     @torch.no_grad()
-    def settle(self, modules: Iterable[Module]) -> None:
-        """Compute the losses of those of ``modules`` that are to be quantized; free the moments."""
+    def settle(self, modules: Iterable[Module], block: str = REST) -> None:
+        """Compute the losses of those of ``modules`` that are to be quantized; free the moments.
+
+        Args:
+            modules: all of a block.
+            block: its name.
+        """
         own = {self.names[one]: one for one in modules if self.names.get(one) in self._leaders}
+        if self.kept is not None:
+            self._moments = _read_moments(self.kept, block, self._joined)
+        if self.keep_in is not None:
+            found = {name: self._moments[name] for name in own if name in self._moments}
+            _write_moments(self.keep_in, block, found)
         columns: dict[str, Tensor] = {}
         for name, module in own.items():
             self._losses[name] = self._losses_of(name, module, columns)
@@ -263,6 +328,8 @@ class _RoundingErrors:
         self, name: str, moments: _Moments, mean_C: Tensor, columns: dict[str, Tensor]
     ) -> Tensor:
         """What counts for each column: its mean square, or what compensation leaves of it."""
+        if not self.options.modifier.compensates:
+            return mean_C
         leader = self._leaders[name]
         gram_CC = None if (first := self._moments.get(leader)) is None else first.gram_CC
         if gram_CC is None or first is None:
@@ -294,3 +361,33 @@ class _RoundingErrors:
             [sum(self._losses[name][place] for name in names) / tokens for place in places]
             for names in self.options.sets
         ]
+
+
+# --------------------
+# Moments that are kept for other candidates.
+
+
+def _write_moments(writer: StatisticsWriter, block: str, moments: Mapping[str, _Moments]) -> None:
+    tensors: dict[str, Tensor] = {}
+    for name, one in moments.items():
+        tensors[f"{name}.gradient"], tensors[f"{name}.input"] = one.gradient_R, one.input_C
+        if one.gram_CC is not None:
+            tensors[f"{name}.gram"] = packed_upper(one.gram_CC)
+    if moments:
+        writer.write_loss(block, tensors, {name: one.tokens for name, one in moments.items()})
+
+
+def _read_moments(
+    statistics: KeptStatistics, block: str, joined: Mapping[str, Sequence[str]]
+) -> dict[str, _Moments]:
+    """The moments of a block; ``joined`` has the Linears with the same input, by the first."""
+    tensors, tokens = statistics.loss(block)
+    found = {
+        name: _Moments(tensors[f"{name}.gradient"], tensors[f"{name}.input"], tokens=count)
+        for name, count in tokens.items()
+    }
+    for first, names in joined.items():
+        packed = next((p for name in names if (p := tensors.get(f"{name}.gram")) is not None), None)
+        if packed is not None and first in found:
+            found[first].gram_CC = unpacked_upper(packed, len(found[first].input_C))
+    return found

@@ -27,12 +27,14 @@ from transformers.modeling_utils import LoadStateDictConfig
 from llmcompressor.checkpoint.meta_model import MetaModel, meta_parameter, no_progress_bars
 from llmcompressor.checkpoint.names import LoadedName
 from llmcompressor.checkpoint.tensor_files import TensorReader
+from llmcompressor.core.block_source import BlockSource
 from llmcompressor.errors import CheckpointError, NonFiniteError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.weights import first_nonfinite
 from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.runtime.collectives import Ranks
+from llmcompressor.runtime.memory import malloc_trim
 from llmcompressor.runtime.progress import progress
 from llmcompressor.transformers_internals import conversions_of, dtype_plan, set_conversions
 
@@ -381,3 +383,39 @@ class BlockWeights:
 def _is_empty(module: Module, name: str) -> bool:
     parameter = module._parameters[name]
     return parameter is None or parameter.is_meta
+
+
+# --------------------
+# Blocks for a pass that changes nothing.
+
+
+class ReadBlocks(BlockSource):
+    """Blocks that are loaded for a pass that only reads them, and freed unwritten.
+
+    Args:
+        blocks: the blocks of the run.
+        load: loads the weights of a block, by name.
+        release: frees them.
+    """
+
+    holds_all = False
+
+    def __init__(
+        self, blocks: BlockSource, load: Callable[[str], None], release: Callable[[str], None]
+    ) -> None:
+        super().__init__()
+        self.names = blocks.names
+        self._blocks, self._load, self._release = blocks, load, release
+
+    def enter(self, block: str) -> None:
+        """Load the weights of a block."""
+        self._load(block)
+
+    def leave(self, block: str) -> None:
+        """Free them."""
+        self._release(block)
+        malloc_trim()
+
+    def refuse_uncalled(self, names: Sequence[str]) -> None:
+        """Refuse what the blocks of the run refuse."""
+        self._blocks.refuse_uncalled(names)

@@ -29,7 +29,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.atomic_output import creation_errors, disk_errors
-from llmcompressor.checkpoint.block_reader import REST, BlockWeights
+from llmcompressor.checkpoint.block_reader import REST, BlockWeights, ReadBlocks
 from llmcompressor.checkpoint.block_writer import (
     BlockWriter,
     ScratchBlocks,
@@ -365,6 +365,12 @@ class ResidentBlocks(BlockSource):
             check_output_space(self._output.target, self._output.planned, self.source_folder)
         yield
 
+    def reading(self) -> BlockSource:
+        """The blocks for a pass that changes nothing."""
+        found = BlockSource()
+        found.names = find_blocks(self.model)
+        return found
+
     def complete(self) -> None:
         """Fuse the experts that are not quantized into stacks again, which have no record."""
         self._reports = merged(self._ranks.exchange(self._report(None), what="records"))
@@ -674,6 +680,21 @@ class StreamedBlocks(BlockSource):
             logger.warning("What all blocks depend on is lost: they are done again.")
         self._intact -= gone
         self._done -= gone
+
+    def show_source(self) -> None:
+        """Let the model be used as it is stored: its blocks are loaded when they are accessed."""
+        weights = BlockWeights(self._blueprint, self.weights.blocks, self.device)
+        for block in self.weights.blocks:
+            _load_lazily(self.model.get_submodule(block), partial(weights.load, block))
+
+    def reading(self) -> BlockSource:
+        """The blocks for a pass that changes nothing, before the first pass."""
+
+        def load(block: str) -> None:
+            with one_thread(_CPU):
+                self.weights.load(block)
+
+        return ReadBlocks(self, load, self.weights.release)
 
     @contextmanager
     def visits(self) -> Iterator[Visit]:

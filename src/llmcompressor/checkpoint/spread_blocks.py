@@ -12,12 +12,12 @@ from contextlib import ExitStack, contextmanager
 
 from torch.nn import Module
 
-from llmcompressor.checkpoint.block_reader import REST
+from llmcompressor.checkpoint.block_reader import REST, ReadBlocks
 from llmcompressor.checkpoint.block_stream import PlannedOutput, Report, ResidentBlocks
 from llmcompressor.checkpoint.load import check_finite_weights
 from llmcompressor.checkpoint.save import SaveOptions, save_in_parts
 from llmcompressor.checkpoint.spread_weights import SpreadWeights
-from llmcompressor.core.block_source import Visit
+from llmcompressor.core.block_source import BlockSource, Visit
 from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.memory import malloc_trim
 from llmcompressor.runtime.processes import Processes
@@ -82,6 +82,10 @@ class SpreadBlocks(ResidentBlocks):
     def enter(self, block: str) -> None:
         """Gather or load the weights of a block."""
         self._weights.load(block)
+
+    def reading(self) -> BlockSource:
+        """The blocks for a pass that changes nothing."""
+        return ReadBlocks(self, self._weights.load, self._weights.release)
 
     def restore(self, block: str, modules: Collection[Module]) -> None:
         """Do nothing: no block was finished by an earlier run."""

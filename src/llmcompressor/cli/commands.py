@@ -224,6 +224,9 @@ _BUDGET = (*BUDGETS, "candidates")
 """Fields that stand for a recipe of oneshot."""
 _OF_ENGINES = ("verify_with", "verify_python", "verify_timeout")
 """Fields of what is asked at the end of a run."""
+_RECIPES = frozenset({"recipe", *BUDGETS})
+"""Fields one of which says what to do; without any statistics may be kept."""
+_STATISTICS = ("save_statistics", "statistics")
 
 
 def _signed(
@@ -241,7 +244,7 @@ def _signed(
 
 @_signed(
     _MODEL,
-    _output("Folder to write; must be new."),
+    _output("Folder to write; must be new.", required=False),
     *_RECIPE_OPTIONS,
     *option_parameters(DatasetArguments, panel="Calibration data and pipeline"),
     *_MODEL_OPTIONS,
@@ -257,7 +260,11 @@ def oneshot_command(*, debug: bool, verbose: int, **given: Any) -> None:
         if call.pop("dry_run", False):
             _show_plan(call, verbose)
             return
-        _run("entrypoints.oneshot:oneshot", call, output_folder(given), verbose)
+        collects = not _RECIPES & call.keys() and "output_dir" not in call
+        if "output_dir" not in call and not collects:
+            raise typer.BadParameter("give a folder to write.", param_hint="--output")
+        folder = call["save_statistics"] if collects else output_folder(given)
+        _run("entrypoints.oneshot:oneshot", call, folder, verbose)
 
 
 @_signed(
@@ -267,7 +274,11 @@ def oneshot_command(*, debug: bool, verbose: int, **given: Any) -> None:
     *option_parameters(DatasetArguments, panel="Training data", skip=[*OF_CALIBRATION, *OPTIONS]),
     *_training_parameters(),
     *_MODEL_OPTIONS,
-    *option_parameters(RunArguments, panel="Run", skip=["dry_run", "keep_rejected", "max_memory"]),
+    *option_parameters(
+        RunArguments,
+        panel="Run",
+        skip=["dry_run", "keep_rejected", "max_memory", *_STATISTICS],
+    ),
     _VERBOSE,
     _DEBUG,
 )
@@ -291,7 +302,7 @@ def train_command(*, debug: bool, verbose: int, **given: Any) -> None:
     *option_parameters(DatasetArguments, panel="Data and pipeline", skip=[*OPTIONS]),
     *_training_parameters(skip=["resume_from_checkpoint"]),
     *_MODEL_OPTIONS,
-    *option_parameters(RunArguments, panel="Run", skip=["dry_run"]),
+    *option_parameters(RunArguments, panel="Run", skip=["dry_run", *_STATISTICS]),
     parameter("log_dir", str | None, typer.Option(help="Folder for a file of the oneshot's log.")),
     _VERBOSE,
     _DEBUG,
@@ -370,7 +381,7 @@ def _with_recipe(call: dict[str, Any]) -> dict[str, Any]:
     Raises:
         typer.BadParameter: it has neither.
     """
-    if not {"recipe", *BUDGETS} & call.keys():
+    if not {*_RECIPES, "save_statistics"} & call.keys():
         raise typer.BadParameter(
             "give a recipe, or --bits, --size or --max-kl.", param_hint="--recipe"
         )

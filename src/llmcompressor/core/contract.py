@@ -158,6 +158,9 @@ class Traits:
         divides_rows: all ranks may solve a group of modules together, each a part of the rows.
         devices: field → the device that it names, which the machine has to have.
         files: field → the file that it names, which is written in addition to the output.
+        beyond_statistics: what it needs besides the kept sums of the inputs of Linears, or does
+            to inputs so that kept sums do not fit any more, as the end of a sentence that begins
+            with its name; empty if there is nothing. ``None``: it needs no data, or all of it.
     """
 
     data: DataUse = DataUse.NONE
@@ -175,11 +178,19 @@ class Traits:
     divides_rows: bool = False
     devices: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    beyond_statistics: str | None = None
 
     @property
     def needs_data(self) -> bool:
         """Return True if it needs calibration data."""
         return self.data is not DataUse.NONE
+
+    @property
+    def refuses_statistics(self) -> str:
+        """Why it cannot work from kept statistics, as :attr:`beyond_statistics`."""
+        if self.beyond_statistics is None and self.needs_data:
+            return "works on the activations themselves"
+        return self.beyond_statistics or ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from llmcompressor.core.modifier import Modifier
     from llmcompressor.modeling.call_graph import CallOrder
+    from llmcompressor.numerics.input_sums import InputSums
     from llmcompressor.runtime.collectives import Ranks
 
 __all__ = [
@@ -217,6 +218,8 @@ class RunSettings:
         keeps_tied_embeddings: the user has asked for tied embeddings to stay tied.
         ranks: the ranks that share the samples and the work; ``None``: this process has all.
         divided: modules that all ranks solve together, each a part of the rows.
+        kept_inputs: sums of the inputs of the Linears at work, where an earlier run has kept them
+            and this one runs no data. Whoever changes inputs changes them too; ``None``: data runs.
     """
 
     block_source: BlockSource = field(default_factory=BlockSource, compare=False)
@@ -226,6 +229,7 @@ class RunSettings:
     keeps_tied_embeddings: bool = False
     ranks: Ranks | None = field(default=None, compare=False)
     divided: set[Module] = field(default_factory=set, compare=False)
+    kept_inputs: dict[Module, InputSums] | None = field(default=None, compare=False)
 
 
 @dataclass

@@ -43,6 +43,7 @@ from llmcompressor.checkpoint.atomic_output import (
     rounds_folder,
 )
 from llmcompressor.checkpoint.journal import resumable_fingerprint, rounds_of
+from llmcompressor.checkpoint.kept_statistics import KeptStatistics, check_statistics_folder
 from llmcompressor.checkpoint.manifest import is_rejected
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.side_files import load_processor
@@ -75,6 +76,8 @@ from llmcompressor.modeling.offload import activation_budget
 from llmcompressor.modeling.sharded import full_shape
 from llmcompressor.modeling.weights import embeddings
 from llmcompressor.pipelines import PIPELINES, infer_pipeline
+from llmcompressor.pipelines.kept_statistics import check_statistics_suffice
+from llmcompressor.pipelines.passes import KEPT
 from llmcompressor.recipe import Recipe, Stage
 from llmcompressor.recipe.recipe import applied_stages, renew_recipe
 from llmcompressor.recipe.stages import RunType, rename_duplicates
@@ -687,6 +690,7 @@ class Job(Task):
         processes: the processes that execute this run.
         settled: the budget of the recipe, where its schemes were found before the run.
         is_held: the output stays in the work folder, whole.
+        statistics: kept statistics that the recipe works from, in place of data.
     """
 
     processes = Processes()
@@ -703,6 +707,7 @@ class Job(Task):
         super().__init__("oneshot", output_dir, (), arguments, also_known=("log_dir",))
         self.log_dir = as_path("log_dir", log_dir)
         self._check_log_dir()
+        self.statistics = self._open_statistics()
         if self.has_data and self.dataset_args.pipeline not in (None, "independent", "datafree"):
             # Others may watch the data with hooks of their own. Modifiers of this package declare
             # their needs, so that the pipeline need not run for them alone.
@@ -724,7 +729,7 @@ class Job(Task):
 
     def _read_recipe(self) -> Recipe:
         recipe = super()._read_recipe()
-        if not recipe.modifiers:
+        if not recipe.modifiers and self.run_args.save_statistics is None:
             logger.warning("The recipe is empty: the model will not be changed.")
         return recipe
 
@@ -739,13 +744,34 @@ class Job(Task):
                 "Choose a folder beside it: the output appears at the end, as a whole.",
             )
 
+    def _open_statistics(self) -> KeptStatistics | None:
+        """Open kept statistics if the recipe needs them, and refuse what it cannot do with them."""
+        args = self.run_args
+        if args.save_statistics is None and args.statistics is None:
+            return None
+        pipeline = self.dataset_args.pipeline
+        check_statistics_arguments(args, self.processes.count, pipeline, self.output_dir)
+        if args.statistics is None:
+            return None
+        found = KeptStatistics.open(Path(args.statistics).expanduser())
+        if not self.needing_data:
+            logger.info("The statistics are not read: no modifier of the recipe needs any.")
+            return None
+        check_statistics_suffice(self.recipe.modifiers)
+        return found
+
     def _third_party_modifiers(self) -> list[Modifier]:
         every = self.recipe.modifiers
         return [each for each in every if type(each).__module__.partition(".")[0] != _OWN]
 
     def _check_data_needed(self) -> None:
         needing = self.needing_data
-        if needing and not self.has_data:
+        if self.run_args.save_statistics is not None and not self.has_data:
+            raise DatasetError(
+                "Statistics are to be kept of the calibration data, and no dataset was given.",
+                GOOD_CHOICES,
+            )
+        if needing and not self.has_data and self.statistics is None:
             raise DatasetError(
                 f"{type(needing[0]).__name__} needs calibration data, and no dataset was given: "
                 f"{_USES[needing[0].traits.data]}.",
@@ -815,6 +841,12 @@ class Job(Task):
         rounds_of(self.output_dir)
 
     @property
+    def only_collects(self) -> bool:
+        """True if the run keeps statistics, and neither changes nor writes the model."""
+        asked = self.run_args.save_statistics is not None
+        return asked and self.output_dir is None and not self.recipe.modifiers
+
+    @property
     def needing_data(self) -> list[Modifier]:
         """Modifiers that need calibration data."""
         return [each for each in self.recipe.modifiers if each.traits.needs_data]
@@ -823,7 +855,9 @@ class Job(Task):
     def _reads_data(self) -> bool:
         """True if a modifier or a custom pipeline needs the data."""
         own = self.has_data and PIPELINES.is_added(self.dataset_args.pipeline or "")
-        return own or bool(self.needing_data)
+        if self.statistics is not None:
+            return self.has_data  # to compare it with what the statistics are of
+        return own or bool(self.needing_data) or self.run_args.save_statistics is not None
 
     def open_data(self) -> Source | None:
         """Open the raw data before the model is loaded, so that a wrong path fails early.
@@ -890,6 +924,8 @@ class Job(Task):
 
     def pipeline(self) -> str:
         """Name of the pipeline to run: the user's, or ``datafree`` if no modifier needs data."""
+        if self.statistics is not None:
+            return KEPT
         asked = self.dataset_args.pipeline or "independent"
         if PIPELINES.is_added(asked):
             return asked
@@ -901,6 +937,43 @@ class Job(Task):
                 )
             return "datafree"
         return asked
+
+
+def check_statistics_arguments(
+    args: RunArguments, processes: int, pipeline: str | None, output_dir: Path | None
+) -> None:
+    """Refuse arguments about kept statistics that do not go together.
+
+    Raises:
+        ArgumentError: both are given, or several processes, or a pipeline that runs data.
+        OutputError: the folder to save them in holds something else, or is in the output.
+    """
+    given = "statistics" if args.save_statistics is None else "save_statistics"
+    if args.statistics is not None and args.save_statistics is not None:
+        raise ArgumentError(
+            "The arguments 'save_statistics' and 'statistics' were both given: one collects "
+            "statistics from data, the other takes them in place of data.",
+            "Give one of them.",
+        )
+    if processes > 1:
+        raise ArgumentError(
+            f"The argument {given!r} is of runs in one process, and there are {processes}.",
+            "Start one process.",
+        )
+    if args.save_statistics is not None:
+        folder = Path(args.save_statistics).expanduser().resolve()
+        check_statistics_folder(folder)
+        if output_dir is not None and output_dir in (folder, *folder.parents):
+            raise OutputError(
+                f"save_statistics, {folder}, lies in the output directory {output_dir}.",
+                "Choose a folder beside it: the output appears at the end, as a whole.",
+            )
+    elif pipeline not in (None, "independent"):
+        raise ArgumentError(
+            f"The pipeline {pipeline!r} runs data through the model, and statistics take its "
+            "place.",
+            "Leave one of the two out.",
+        )
 
 
 _ON_THE_CPU = ("use_cpu", "no_cuda")

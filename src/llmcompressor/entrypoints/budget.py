@@ -21,9 +21,10 @@ from llmcompressor.budget.search import (
     figures_of,
     tell_choice,
 )
-from llmcompressor.budget.sensitivity import measure_losses, weight_errors
+from llmcompressor.budget.sensitivity import kept_losses, measure_losses, weight_errors
 from llmcompressor.checkpoint.block_stream import ResidentBlocks, StreamedBlocks
 from llmcompressor.checkpoint.journal import PROCESSOR, resumable_run
+from llmcompressor.checkpoint.kept_statistics import StatisticsWriter
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.arguments import Job
 from llmcompressor.entrypoints.verify import check_servable, is_meant_unservable
@@ -149,17 +150,21 @@ def losses_of(
     room: Callable[[], int | None],
     *,
     device_memory: int | None = None,
+    keep_in: StatisticsWriter | None = None,
 ) -> list[list[float]]:
     """The loss of each set and candidate.
 
     Args:
         options: the sets and candidates.
-        job: the run.
+        job: the run, which may have kept statistics in place of data.
         blocks: the model, loaded as far as it stays in memory.
-        batches: calibration batches; ``None``: errors of weights count.
+        batches: calibration batches; ``None`` without any: errors of weights count.
         room: bytes that activations may take in main memory; ``None`` for half of what is free.
         device_memory: limit for bytes on an accelerator.
+        keep_in: statistics that are being collected.
     """
+    if job.statistics is not None:
+        return kept_losses(blocks.model, options, blocks, job.statistics)
     if batches is None:
         return weight_errors(blocks.model, options, blocks)
     return measure_losses(
@@ -170,6 +175,7 @@ def losses_of(
         budget=job.dataset_args.activation_budget or room(),
         device_memory=device_memory,
         use_loss_mask=job.dataset_args.use_loss_mask,
+        keep_in=keep_in,
     )
 
 

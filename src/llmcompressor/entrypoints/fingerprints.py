@@ -66,6 +66,7 @@ def run_identity(
     dtype: torch.dtype,
     device: torch.device,
     output: Mapping[str, Any],
+    statistics: str | None = None,
 ) -> RunIdentity:
     """Return the identity of a run, the first entry of its journal.
 
@@ -77,6 +78,7 @@ def run_identity(
         dtype: of the model.
         device: the device to compute on.
         output: options that determine how the output is written.
+        statistics: hash of the kept statistics that take the place of batches.
     """
     found = RunIdentity(
         source=None if source is None else source_fingerprint(source),
@@ -86,8 +88,11 @@ def run_identity(
     )
     if batches is not None:
         found["calibration"] = {name: getattr(dataset_args, name) for name in _CALIBRATION}
-        found["data"] = _batches_fingerprint(batches)
+        found["data"] = batches_fingerprint(batches)
         found["seed"] = dataset_args.seed
+    if statistics is not None:
+        found["statistics"] = statistics
+    if batches is not None or statistics is not None:
         found[PROCESSOR] |= _processor(device)
         if device.type == "cpu":  # it determines the summation order of products
             found[PROCESSOR] |= {
@@ -149,7 +154,8 @@ def source_fingerprint(source: SourceInfo) -> dict[str, str]:
     return {**prints, CONFIG: xxhash.xxh3_64_hexdigest(config)}
 
 
-def _batches_fingerprint(batches: Iterable[Mapping[str, Any]]) -> str:
+def batches_fingerprint(batches: Iterable[Mapping[str, Any]]) -> str:
+    """Return the number of batches and a hash of all that they hold."""
     digest = xxhash.xxh3_128()
     count = 0
     for batch in batches:
@@ -174,7 +180,7 @@ NOT_OF_A_CALL = frozenset(
     {
         *("cache_dir", "dry_run", "loggers", "log_dir", "max_memory", "overwrite", "report"),
         *("output_dir", "overwrite_output_dir", "resume", "resume_from_checkpoint", "verify"),
-        *("verify_with", "verify_python", "verify_timeout"),
+        *("save_statistics", "verify_with", "verify_python", "verify_timeout"),
         *("hub_token", "push_to_hub_token", "use_auth_token"),
         *("push_to_hub", "hub_model_id", "hub_strategy", "hub_revision", "hub_private_repo"),
         *("hub_always_push", "report_to", "run_name", "project", "trackio_space_id"),

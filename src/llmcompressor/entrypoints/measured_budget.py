@@ -74,6 +74,7 @@ from llmcompressor.entrypoints.run import (
     opened_model,
     run,
 )
+from llmcompressor.entrypoints.statistics import check_statistics, statistics_identity
 from llmcompressor.errors import BudgetError, GateError, OutputError
 from llmcompressor.logger import log_progress
 from llmcompressor.quantization.base import QuantizationMixin
@@ -228,6 +229,8 @@ class _MeasuredRun:
         journal, job = self._journal, self._job
         if _LOSSES in journal.choices:
             return list(journal.choices[_LOSSES])
+        if job.statistics is not None:
+            check_statistics(job.statistics, statistics_identity(job, blocks.model, batches))
         limits = MemoryLimits(job.run_args.max_memory)
         losses = losses_of(
             opened.options,
@@ -277,7 +280,9 @@ class _MeasuredRun:
         trial = copy.copy(self._job)
         trial.output_dir, trial.engine, trial.gates = self._place(number), None, {}
         trial.model_args = replace(trial.model_args, overwrite=True)
-        trial.run_args = replace(trial.run_args, resume=self._resumes, verify=False, report=False)
+        of_run: dict[str, Any] = {"resume": self._resumes, "verify": False, "report": False}
+        of_run["save_statistics"] = None  # the last run keeps them
+        trial.run_args = replace(trial.run_args, **of_run)
         trial.recipe = self._chosen(ready, places)
         trial.settled, trial.is_held = SettledBudget(ready.key, tuple(places)), True
         with opened_model(trial) as blocks:

@@ -16,8 +16,9 @@ import torch
 from llmcompressor.args.parsing import told_by_name
 from llmcompressor.budget.options import BudgetOptions, OptionFinder, Writing, budgeted
 from llmcompressor.budget.search import CurvePoint, allowance_of, choose, curve_of
-from llmcompressor.budget.sensitivity import measure_losses
+from llmcompressor.budget.sensitivity import kept_losses, measure_losses
 from llmcompressor.checkpoint.block_reader import BlockWeights
+from llmcompressor.checkpoint.kept_statistics import KeptStatistics
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.arguments import Job, parse_device
@@ -175,6 +176,8 @@ def plan_from_arguments(
         check_size(job.gates, 0 if found.sizes is None else found.sizes.weights)
     except ArgumentError as error:
         problems.append(problem_of("gates", error))
+    if job.run_args.save_statistics is not None:
+        job.notes.append("Statistics are kept in one more forward, which is not counted here.")
     notes = [*job.notes, *found.notes]
     return replace(found, notes=notes, problems=problems, budget=curve)
 
@@ -269,9 +272,10 @@ def _budget_losses(
     job: _DraftJob, subject: PlannedModel, options: BudgetOptions
 ) -> list[list[float]] | None:
     """The losses of a budget's candidates; ``None`` without data, or without weights."""
-    data = job.dataset_args.dataset
+    data, kept = job.dataset_args.dataset, job.statistics
     blueprint, is_lasting = subject.blueprint, not isinstance(data, Iterator)
-    if not job.has_data or not is_lasting or blueprint is None or subject.is_hollow:
+    has_data = kept is not None or (job.has_data and is_lasting)
+    if not has_data or blueprint is None or subject.is_hollow:
         return None
     again = build_streamable(job, blueprint.source)  # the plan's own stays without weights
     if again is None:
@@ -279,6 +283,8 @@ def _budget_losses(
     with streamed_blocks(job, again) as blocks:
         blocks.load(check=False, tied=job.model_args.tie_word_embeddings)
         blocks.update(blocks.model)
+        if kept is not None:
+            return kept_losses(blocks.model, options, blocks, kept)
         batches = list(job.load_data(blocks.model, job.load_processor(), job.open_data()))
         return measure_losses(
             blocks.model,
@@ -322,6 +328,11 @@ class _DraftJob(Job):
             return super()._check_output(output_dir)
         return None
 
+    def _open_statistics(self) -> KeptStatistics | None:
+        with self.recording_problems("statistics"):
+            return super()._open_statistics()
+        return None
+
     def _check_data_needed(self) -> None:
         with self.recording_problems("dataset"):
             super()._check_data_needed()
@@ -334,7 +345,7 @@ class _DraftJob(Job):
 def _count_data(job: _DraftJob, model: Any) -> tuple[Tokens | None, int, list[Mapping[str, Any]]]:
     """Return the number of tokens and of batches, and the first batch with each set of inputs."""
     args = job.dataset_args
-    if not job.needing_data:
+    if not job.needing_data or job.statistics is not None:
         return None, 0, []
     why = "the data cannot be used"
     if args.dataset is None and args.dataset_path is None:

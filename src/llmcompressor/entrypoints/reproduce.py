@@ -38,7 +38,7 @@ from llmcompressor.runtime.temporary import temporary_folder
 _MOST = 5
 _PLACES = (
     *("model", "dataset", "dataset_path", "tokenizer", "processor", "distill_teacher"),
-    *("gate_dataset", "gate_reference"),
+    *("gate_dataset", "gate_reference", "statistics"),
 )
 """Arguments that may be paths."""
 _TRUST = ("trust_remote_code_model", "trust_remote_code_data")

@@ -84,6 +84,11 @@ from llmcompressor.entrypoints.fingerprints import (
     weight_digests,
 )
 from llmcompressor.entrypoints.gates import Gates, check_size, prepare_gates
+from llmcompressor.entrypoints.statistics import (
+    check_statistics,
+    keeping_statistics,
+    statistics_identity,
+)
 from llmcompressor.entrypoints.verify import (
     check_servable,
     is_meant_unservable,
@@ -101,6 +106,7 @@ from llmcompressor.modeling.weights import (
     untie_embeddings,
 )
 from llmcompressor.pipelines.attention_trial import check_attention_forward
+from llmcompressor.pipelines.kept_statistics import check_statistics_cover
 from llmcompressor.pipelines.moe_routing import experts_report
 from llmcompressor.pipelines.moe_selection import (
     targeted_moes,
@@ -540,11 +546,12 @@ def whole_model_reason(job: Job) -> str:
 def streamable_source(job: Job) -> SourceInfo | None:
     """Return the source checkpoint if the run can stream it block by block, else ``None``.
 
-    That needs an output to write blocks to, safetensors to read them from, and modifiers that
-    complete one block at a time.
+    That needs an output to write blocks to, unless they are only read, safetensors to read them
+    from, and modifiers that complete one block at a time.
     """
     args = job.model_args
-    if job.output_dir is None or not isinstance(args.model, str | os.PathLike):
+    is_read = job.output_dir is not None or job.only_collects
+    if not is_read or not isinstance(args.model, str | os.PathLike):
         return None
     reason = whole_model_reason(job)
     if reason:
@@ -696,28 +703,16 @@ class _Run:
         self._gates: Gates | None = None
         self._budget: SettledBudget | None = None
         self._of_budget: Mapping[str, Any] | None = None
+        self._kept = job.statistics
 
     def __call__(self) -> Module:
         """Load, check, compress, write and publish."""
         job, blocks, session = self._job, self._blocks, self._session
-        self._gates = prepare_gates(job, blocks.model, self._processor, self._batches)
         limits = MemoryLimits(job.run_args.max_memory)
-        session.state.run.keeps_tied_embeddings = job.keeps_ties
-        session.state.run.device_memory = limits.of(blocks.device)
-        if isinstance(blocks, ResidentBlocks):  # others read the files, with a hash of each tensor
-            self._check_alike(blocks.model)
-            self._began_with = fingerprint_of(job.model_args.model, blocks.model, job.source)
-        blocks.load(check=self._batches is not None, tied=job.model_args.tie_word_embeddings)
-        measure = partial(
-            losses_of,
-            job=job,
-            blocks=blocks,
-            batches=self._batches,
-            room=partial(blocks.activation_room, limits.room),
-            device_memory=session.state.run.device_memory,
-        )
-        ranks = session.state.run.ranks
-        self._budget = settle_budget(job, blocks, self.identity_before, measure, ranks=ranks)
+        self._load(limits)
+        if job.only_collects and isinstance(blocks, StreamedBlocks):
+            blocks.show_source()
+            return blocks.model
         going_on = session.initialize(
             model=blocks.model,
             start=-1,
@@ -734,9 +729,7 @@ class _Run:
         elif session.state.run.ranks is not None and self._batches is not None:
             job.share_memory()
         self._modifiers: list[Modifier] = list(session.lifecycle.recipe.modifiers)
-        if self._batches is not None:
-            check_reached(model, self._modifiers, self._batches, job.pipeline())
-            job.check_batches(self._batches)
+        self._check_inputs(model)
         check_attention_forward(model, self._batches, self._modifiers, session.state)
         self._passes = split_into_passes(self._modifiers, job.pipeline())
         with blocks.writing(self._plan_output(), self._report):
@@ -765,6 +758,46 @@ class _Run:
         if ranks is not None:
             of_run[RANKS] = shares_of(ranks)
         return {**(found or {}), **of_run} if of_run else found
+
+    def _load(self, limits: MemoryLimits) -> None:
+        """Load the model, and find or keep what the recipe needs to know before it begins."""
+        job, blocks, session = self._job, self._blocks, self._session
+        self._gates = prepare_gates(job, blocks.model, self._processor, self._batches)
+        session.state.run.keeps_tied_embeddings = job.keeps_ties
+        session.state.run.device_memory = limits.of(blocks.device)
+        if isinstance(blocks, ResidentBlocks):  # others read the files, with a hash of each tensor
+            self._check_alike(blocks.model)
+            self._began_with = fingerprint_of(job.model_args.model, blocks.model, job.source)
+        identity = statistics_identity(job, blocks.model, self._batches)
+        if self._kept is not None:
+            check_statistics(self._kept, identity)
+            self._batches = None
+        is_solved = self._batches is not None or self._kept is not None
+        blocks.load(check=is_solved, tied=job.model_args.tie_word_embeddings)
+        room = partial(blocks.activation_room, limits.room)
+        device_memory = session.state.run.device_memory
+        with keeping_statistics(
+            job, blocks, self._batches, identity, session.state, room
+        ) as writer:
+            measure = partial(
+                losses_of,
+                job=job,
+                blocks=blocks,
+                batches=self._batches,
+                room=room,
+                device_memory=device_memory,
+                keep_in=writer,
+            )
+            ranks = session.state.run.ranks
+            self._budget = settle_budget(job, blocks, self.identity_before, measure, ranks=ranks)
+
+    def _check_inputs(self, model: Module) -> None:
+        """Refuse data, or statistics in its place, that the modifiers cannot work with."""
+        if self._batches is not None:
+            check_reached(model, self._modifiers, self._batches, self._job.pipeline())
+            self._job.check_batches(self._batches)
+        if self._kept is not None:
+            check_statistics_cover(self._kept, self._modifiers, self._session.state)
 
     def _follow_saving(self, model: Module, report: Any) -> None:
         """Let ``save_pretrained`` of the model write what this run has made of it."""
@@ -849,7 +882,7 @@ class _Run:
                 run_passes(
                     self._passes,
                     self._blocks.model,
-                    self._batches,
+                    self._batches if self._kept is None else self._kept,
                     self._job.dataset_args,
                     pipeline=self._job.pipeline(),
                 )
@@ -919,6 +952,7 @@ class _Run:
             dataset_args=job.dataset_args,
             dtype=dtype,
             device=device,
+            statistics=None if self._kept is None else self._kept.digest,
             output={
                 "class": type(self._blocks.model).__name__,
                 "save_compressed": job.model_args.save_compressed,

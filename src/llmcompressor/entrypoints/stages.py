@@ -587,6 +587,12 @@ def _check_whole(given: Mapping[str, Any]) -> None:
         raise ArgumentError(
             "A dry run is not there for run_stages.", "Use plan for a stage that is a oneshot."
         )
+    for name in ("save_statistics", "statistics"):
+        if given.get(name) is not None:
+            raise ArgumentError(
+                f"The argument {name!r} is about the model of one run, and each stage has another.",
+                "Use oneshot for the stage.",
+            )
     LoggerManager.of(given.get("loggers"))
     plain = {name: value for name, value in given.items() if name not in ("log_dir", "loggers")}
     parse_arguments(

@@ -532,6 +532,13 @@ class Training(Task):
                 "A dry run is not there for train: plan knows runs of oneshot only.",
                 "Leave dry_run (--dry-run) out.",
             )
+        kept = [n for n in ("save_statistics", "statistics") if given.get(n) is not None]
+        if kept:
+            raise ArgumentError(
+                f"The argument {kept[0]!r} is about statistics of a calibration, and train does "
+                "not calibrate.",
+                "Leave it out, or use oneshot.",
+            )
         if self.args.push_to_hub:
             raise ArgumentError(
                 "train uploads nothing: what the trainer would push are its own checkpoints.",

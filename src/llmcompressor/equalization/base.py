@@ -47,6 +47,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modeling.matching import check_targets, match_named_modules
 from llmcompressor.modeling.names import named_modules, own_parameters
+from llmcompressor.numerics.input_sums import InputSums
 from llmcompressor.observers.input_statistics import InputCollector
 from llmcompressor.runtime.collectives import Ranks
 
@@ -294,7 +295,8 @@ class SmoothingMixin(Modifier):
         self._ranks = state.run.ranks or Ranks()
         observed = set(self.observed_modules())
         order = state.calibration.call_order
-        self._inputs = InputCollector(self.new_statistics, observed.__contains__, order)
+        kept = state.run.kept_inputs
+        self._inputs = InputCollector(self.new_statistics, observed.__contains__, order, kept=kept)
         self._by_reader = {}
         for one in self.sets_to_smooth():
             for module in one.balance.values():
@@ -390,6 +392,7 @@ class SmoothingMixin(Modifier):
         for one in ready:
             for module in one.balance.values():
                 multiply_inputs(module, self._scales[one])
+            _divide_kept(state.run.kept_inputs, one.balance.values(), self._scales[one])
         self.before_division(wanted)
         for one in ready:
             divide_outputs(one.smooth, self._scales.pop(one), one.offset)
@@ -400,6 +403,18 @@ class SmoothingMixin(Modifier):
         self.finish(state, state.model.modules())
         smoothed = sum(1 for record in self._records.values() if record.get("tokens"))
         logger.info(f"{self._name}: {smoothed} modules smoothed.")
+
+
+def _divide_kept(
+    kept: dict[Module, InputSums] | None, readers: Iterable[Module], scale_C: Tensor
+) -> None:
+    """Divide the kept sums of the inputs of ``readers`` for the modifiers behind this one."""
+    divided: dict[int, InputSums] = {}  # readers of one tensor share its sums
+    for module in readers:
+        if kept and (sums := kept.get(module)) is not None:
+            if id(sums) not in divided:
+                divided[id(sums)] = sums.divided_by(scale_C)
+            kept[module] = divided[id(sums)]
 
 
 def _sample_batches(state: State) -> Iterator[Mapping[str, Any]]:

@@ -118,6 +118,29 @@ def mirror_upper_(gram_CC: Tensor) -> Tensor:
     return gram_CC
 
 
+def packed_upper(gram_CC: Tensor) -> Tensor:
+    """The upper triangle of a symmetric matrix, row by row, ``[C (C + 1) / 2]``.
+
+    >>> packed_upper(torch.tensor([[1.0, 2.0], [2.0, 3.0]]))
+    tensor([1., 2., 3.])
+    """
+    return torch.cat([row_C[place:] for place, row_C in enumerate(gram_CC)])
+
+
+def unpacked_upper(packed: Tensor, columns: int) -> Tensor:
+    """The symmetric matrix ``[C, C]`` of :func:`packed_upper`.
+
+    >>> unpacked_upper(torch.tensor([1.0, 2.0, 3.0]), 2)
+    tensor([[1., 2.],
+            [2., 3.]])
+    """
+    gram_CC = packed.new_zeros(columns, columns)
+    parts = torch.split(packed, list(range(columns, 0, -1)))
+    for place, part in enumerate(parts):
+        gram_CC[place, place:] = part
+    return mirror_upper_(gram_CC)
+
+
 def _add_by_rows(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: bool) -> None:
     """Add ``LᵀR`` by block rows; with ``upper``, each from its diagonal block on."""
     lefts, rights = (torch.split(one, _WIDE_TOKENS) for one in (left_TC, right_TC))

@@ -224,6 +224,11 @@ class Observer(ABC):
         """True if anything has been observed."""
         return all(hasattr(self, name) for name in self._stats_attrs)
 
+    @classmethod
+    def needs_extremes_only(cls) -> bool:
+        """Return True if the least and greatest value of each feature give the same range."""
+        return False
+
     @property
     def is_weight_obs(self) -> bool:
         """True if the observed tensor is a weight."""

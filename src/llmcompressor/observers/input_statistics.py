@@ -24,6 +24,7 @@ from llmcompressor.numerics.gram import (
     add_upper_product,
     mirror_upper_,
 )
+from llmcompressor.numerics.input_sums import InputSums
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.runtime.collectives import Ranks
 
@@ -166,6 +167,11 @@ class InputStatistics:
             self._missing_RC += other.missing.mT.to(self._missing_RC.device)
         self.tokens += other.tokens
 
+    def include(self, sums: InputSums) -> None:
+        """Add kept sums, which have no inputs of an original model besides."""
+        self._gram_CC += sums.gram_CC.to(self._gram_CC.device)
+        self.tokens += sums.tokens
+
     def sum_over(self, ranks: Ranks, owner: int | None = None) -> None:
         """Add what all ranks have accumulated, in the order of the ranks.
 
@@ -237,6 +243,7 @@ class InputCollector(Generic[Statistics]):
         observes: returns True for the modules that statistics are collected for.
         order: which modules share an input; ``None``: none do.
         rows: the tokens of an input, without padding.
+        kept: sums of inputs, by module, from which the statistics are made if no input is observed.
     """
 
     def __init__(
@@ -247,8 +254,10 @@ class InputCollector(Generic[Statistics]):
         rows: Callable[[Module, Tensor, Tensor | None], Tensor] = lambda _, *given: real_tokens(
             *given
         ),
+        kept: Mapping[Module, InputSums] | None = None,
     ) -> None:
         self._create, self._observes, self._order, self._rows = create, observes, order, rows
+        self._kept = {} if kept is None else kept
         self._found: dict[Module, Statistics] = {}
 
     def sharing(self, module: Module) -> Sequence[Module]:
@@ -269,7 +278,17 @@ class InputCollector(Generic[Statistics]):
 
     def of(self, module: Module) -> Statistics | None:
         """The statistics of the input of ``module``; ``None`` if there was none."""
-        return self._found.get(self.leader(module))
+        leader = self.leader(module)
+        if leader not in self._found and leader in self._kept:
+            sums = self._kept[leader]
+            found: Any = self._of_no_token(leader, sums.columns)
+            found.include(sums)
+            self._found[leader] = found
+        return self._found.get(leader)
+
+    def _of_no_token(self, leader: Module, columns: int, *, twin: bool = False) -> Statistics:
+        """New statistics, on the device of the weight."""
+        return self._create(leader, next(leader.parameters()).new_empty(0, columns), twin)
 
     def drop(self, modules: Iterable[Module]) -> None:
         """Free the statistics of the inputs of ``modules``."""
@@ -321,8 +340,7 @@ class InputCollector(Generic[Statistics]):
             if columns == 0:
                 continue  # no rank has a token of it
             if found is None:
-                weight = next(leader.parameters())
-                found = self._create(leader, weight.new_empty(0, columns), bool(twin))
+                found = self._of_no_token(leader, columns, twin=bool(twin))
                 self._found[leader] = found
             owner = owner_of(leader)
             found.sum_over(ranks, owner)

@@ -137,6 +137,12 @@ class StaticMinMaxObserver(RangeObserver):
 
     depends_on_order = False
 
+    @classmethod
+    def needs_extremes_only(cls) -> bool:
+        """Return True unless a subclass measures something else."""
+        is_own = cls.combine is StaticMinMaxObserver.combine
+        return is_own and cls.measure is RangeObserver.measure
+
     def combine(self, old: Range, new: Range) -> Range:
         """The smallest range that contains both."""
         return range_union(old, new)

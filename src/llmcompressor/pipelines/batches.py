@@ -68,7 +68,10 @@ def merge_batches(
     held: list[Mapping[str, Any]] = []
     for batch in batches:
         joined = [*held, batch]
-        if held and (_merge_key(batch) != _merge_key(held[0]) or _tokens(joined) > tokens):
+        if held and (
+            _merge_key(batch) != _merge_key(held[0])
+            or sum(one["input_ids"].numel() for one in joined) > tokens
+        ):
             yield _merged(held)
             joined = [batch]
         held = joined
@@ -87,10 +90,6 @@ def _merge_key(batch: Mapping[str, Any]) -> object:
     if any(not isinstance(v, Tensor) or v.shape != ids.shape for v in batch.values()):
         return None
     return tuple(sorted(batch)), ids.shape[1], ids.device
-
-
-def _tokens(batches: Iterable[Mapping[str, Any]]) -> int:
-    return sum(batch["input_ids"].numel() for batch in batches)
 
 
 def _merged(batches: list[Mapping[str, Any]]) -> MergedBatch:

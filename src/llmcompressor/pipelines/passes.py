@@ -28,7 +28,9 @@ from llmcompressor.session.functions import active_session
 if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments
 
-BY_BLOCK = frozenset({"independent", "sequential", "layer_sequential", "datafree"})
+KEPT = "kept"
+"""The pipeline that works from kept statistics, which a run chooses by itself."""
+BY_BLOCK = frozenset({"independent", "sequential", "layer_sequential", "datafree", KEPT})
 """The pipelines that need only one block at a time."""
 
 
@@ -42,8 +44,10 @@ def split_into_passes(modifiers: Sequence[Modifier], pipeline: str) -> list[list
         modifiers: of the recipe, in order.
         pipeline: others than ``independent`` make more than one pass only where a modifier rewrites
             the inputs that later ones would collect. A modifier without data shares the pass of the
-            next one, which must not see its rounding.
+            next one, which must not see its rounding. ``kept`` makes one pass of all, and surveys.
     """
+    if pipeline == KEPT:
+        return _insert_surveys([list(modifiers)])
     passes: list[list[Modifier]] = [[]]
     for place, modifier in enumerate(modifiers):
         needs = modifier.traits.needs_data
@@ -114,7 +118,7 @@ def run_passes(
     Args:
         passes: result of :func:`split_into_passes`.
         model: the model.
-        batches: calibration batches.
+        batches: calibration batches, or kept statistics.
         dataset_args: for the pipelines.
         pipeline: as for :func:`split_into_passes`.
     """

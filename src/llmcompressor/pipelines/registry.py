@@ -32,6 +32,7 @@ PIPELINES = _Pipelines(
         "basic": "llmcompressor.pipelines.basic:BasicPipeline",
         "datafree": "llmcompressor.pipelines.basic:DataFreePipeline",
         "data_free": "llmcompressor.pipelines.basic:DataFreePipeline",
+        "kept": "llmcompressor.pipelines.kept_statistics:KeptPipeline",
         "independent": "llmcompressor.pipelines.basic:IndependentPipeline",
         "sequential": "llmcompressor.pipelines.sequential:SequentialPipeline",
         "layer_sequential": "llmcompressor.pipelines.sequential:LayerSequentialPipeline",

@@ -34,7 +34,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.pipelines.attention_trial import check_attention_forward
 from llmcompressor.pipelines.batches import RUN_TOKENS
-from llmcompressor.pipelines.passes import BY_BLOCK
+from llmcompressor.pipelines.passes import BY_BLOCK, KEPT
 from llmcompressor.pipelines.targets import check_reached
 from llmcompressor.planning.matching import STACK, descriptions, match_patterns, module_rows
 from llmcompressor.planning.memory import (
@@ -521,7 +521,8 @@ class _PlanBuilder:
     def _part_costs(
         self, parts: Sequence[Part], context: PassContext
     ) -> tuple[list[Cost], list[list[Cost]]]:
-        """Costs by part: of modifiers that need no data, and of each that learns first."""
+        """Costs by part: of modifiers that run no data, and of each that learns first."""
+        runs = self._request.pipeline != KEPT  # else their statistics are there
         data, beside = context.data, list[Cost]()
         steps = replace(data, batch=context.longest)  # batches as they were made
         learning: list[list[Cost]] = []
@@ -531,7 +532,7 @@ class _PlanBuilder:
                 use = modifier.traits.data
                 if use is DataUse.LEARN_FIRST:
                     learned.append(part_cost(modifier, part, steps))
-                elif not use.collects:
+                elif not (runs and use.collects):
                     total += part_cost(modifier, part, data)
             beside.append(total)
             learning.append(learned)

@@ -18,7 +18,7 @@ from llmcompressor.modeling.offload import activation_budget
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.granularity import choose_level, count_forwards, target_stops
 from llmcompressor.pipelines.moe_lists import needs_block_level
-from llmcompressor.pipelines.passes import split_into_passes
+from llmcompressor.pipelines.passes import KEPT, split_into_passes
 from llmcompressor.pipelines.targets import modifier_indices
 from llmcompressor.planning.result import PassPlan
 from llmcompressor.planning.subject import Part
@@ -100,7 +100,7 @@ def _plan_pass(modifiers: list[Modifier], context: PassContext) -> tuple[PassPla
     name = infer_pipeline(modifiers) if context.pipeline == "independent" else context.pipeline
     names = [type(modifier).__name__ for modifier in modifiers]
     needing = [modifier for modifier in modifiers if modifier.traits.data.collects]
-    if name == "datafree" or not needing:
+    if name in ("datafree", KEPT) or not needing:
         learns = any(one.traits.data is DataUse.LEARN_FIRST for one in modifiers)
         waiting = 0
         if learns:  # inputs of blocks, until the backward reaches them

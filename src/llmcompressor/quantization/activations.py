@@ -17,7 +17,7 @@ from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.moe.linear_experts import LinearExperts
-from llmcompressor.observers.base import Observer
+from llmcompressor.observers.base import OBSERVERS, Observer
 from llmcompressor.observers.canonical import Range
 from llmcompressor.observers.min_max import RangeObserver
 from llmcompressor.observers.tokens import (
@@ -98,10 +98,19 @@ class ActivationObservers:
         """The static parameters of ``module``, by their names in the checkpoint."""
         found: dict[str, Tensor] = {}
         for base, observer in self._observers.get(module, {}).items():
+            if base == "input":
+                self._take_kept(module, observer)
             self._check_observed(module, base, observer)
             own = activation_parameters(observer, next(module.parameters()).dtype)
             found |= {f"{base}_{name}": value for name, value in own.items()}
         return found
+
+    def _take_kept(self, module: Module, observer: Observer) -> None:
+        """Observe the extremes that an earlier run has kept of an input, where no data is run."""
+        sums = (self._state.run.kept_inputs or {}).get(module)
+        if sums is not None and not observer.observations:
+            extremes_2C = torch.stack([sums.least_C, sums.greatest_C])
+            self._feed(module, "input", extremes_2C.to(next(module.parameters())), None)
 
     def merge_over(self, ranks: Ranks, modules: Iterable[Module]) -> None:
         """Merge what all ranks have observed of ``modules``, once for observers that these share.
@@ -233,6 +242,15 @@ class ActivationObservers:
             f"No calibration token was shown to {name}, whose {base} scale is static.",
             f"{remedy}, or put it on the recipe's ignore list.",
         )
+
+
+def works_from_extremes(args: QuantizationArgs | None) -> bool:
+    """Return True if the scale of an input is dynamic, or needs only the extremes of its columns.
+
+    Extremes over the columns of a group are extremes of the group.
+    """
+    name = None if args is None else default_observer(args, "input")
+    return name is None or bool(OBSERVERS.load(name).needs_extremes_only())
 
 
 def _number(calibration: Calibration, place: int) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ from llmcompressor.modeling.weights import nonfinite_names
 from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.numerics.scales import global_scale_from_amax
 from llmcompressor.observers.canonical import Range
-from llmcompressor.quantization.activations import ActivationObservers
+from llmcompressor.quantization.activations import ActivationObservers, works_from_extremes
 from llmcompressor.quantization.attach import (
     attach_attention,
     attach_linear,
@@ -280,6 +280,17 @@ class QuantizationMixin(Modifier):
         resolved = self._with_observers()
         weighs = any(needs_input_importance(scheme.weights) for scheme in resolved.groups.values())
         return weighs or resolved.requires_calibration_data
+
+    def _beyond_statistics(self) -> str:
+        """See :attr:`.Traits.beyond_statistics`; for techniques that need sums of inputs only."""
+        resolved = self._with_observers()
+        cache, schemes = resolved.kv_cache_scheme, resolved.groups.values()
+        outputs = [scheme.output_activations for scheme in schemes]
+        if any(one is not None and one.dynamic is not True for one in (cache, *outputs)):
+            return "finds static scales of outputs or of a cache"
+        if not all(works_from_extremes(scheme.input_activations) for scheme in schemes):
+            return "finds static scales from values of activations; static_minmax needs extremes"
+        return ""
 
     def select(self, state: State) -> Selection:
         """The Linears and Embeddings to be quantized.

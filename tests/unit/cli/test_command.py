@@ -91,6 +91,13 @@ def test_only_what_was_given_is_passed_on(oneshot: Entrypoint) -> None:
     assert "out" in result.stdout
 
 
+def test_statistics_alone_need_neither_recipe_nor_output(oneshot: Entrypoint) -> None:
+    result = run("oneshot", "model", "--dataset", "default", "--save-statistics", "kept")
+    assert result.exit_code == 0, result.stderr
+    assert oneshot.given == {"model": "model", "dataset": "default", "save_statistics": "kept"}
+    assert result.stdout == "Written: kept\n"
+
+
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
@@ -116,6 +123,7 @@ def test_only_what_was_given_is_passed_on(oneshot: Entrypoint) -> None:
         (["--use-auth-token", "true"], {"use_auth_token": True}),
         (["--use-auth-token", "secret"], {"use_auth_token": "secret"}),
         (["--log-dir", "logs"], {"log_dir": "logs"}),
+        (["--statistics", "kept"], {"statistics": "kept"}),
     ],
 )
 def test_an_option_becomes_the_argument(
@@ -142,6 +150,8 @@ def test_every_argument_is_an_option() -> None:
         (["oneshto"], "oneshot"),
         (["oneshot", "model", "--output", "out"], "--recipe"),
         (["oneshot", "model", "--recipe", "r"], "--output"),
+        (["oneshot", "model", "--recipe", "r", "--save-statistics", "kept"], "--output"),
+        (["train", "model", "--recipe", "r", "-o", "out", "--statistics", "kept"], "--statistics"),
         (["oneshot"], "MODEL"),
         ([*ONESHOT, "--max-seq-length", "long"], "--max-seq-length"),
         ([*ONESHOT, "--num-calibration-samples", "many"], "--num-calibration-samples"),

@@ -54,8 +54,10 @@ from llmcompressor.numerics.awq import (
     relative_column_magnitude,
 )
 from llmcompressor.numerics.hessian import fill_dead_diagonal
+from llmcompressor.numerics.input_sums import InputSums
 from llmcompressor.numerics.scales import global_scale_from_amax, parameter_dtype
 from llmcompressor.observers.canonical import Range
+from llmcompressor.observers.column_statistics import ColumnSizes
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.quantization.base import SAYING_HOW, QuantizationMixin
 from llmcompressor.quantization.parameters import (
@@ -142,21 +144,23 @@ class _InputMoments:
 
     def __init__(self, columns: int, device: torch.device | str, name: str) -> None:
         self._statistics = InputStatistics(columns, device, name=name)
-        self._sizes_C = torch.zeros(columns, dtype=torch.float32, device=device)
+        self._sizes = ColumnSizes(columns, device, name)
         self.columns = columns
-        self._name = name
 
     def update(self, input_TC: Tensor) -> None:
         """Accumulate the tokens of one batch, ``[T, C]``."""
         self._statistics.update(input_TC)
-        sizes_C = input_TC.abs().sum(dim=0, dtype=torch.float32)
-        self._sizes_C += sizes_C.to(self._sizes_C.device)
+        self._sizes.update(input_TC)
+
+    def include(self, sums: InputSums) -> None:
+        """Accumulate kept sums."""
+        self._statistics.include(sums)
+        self._sizes.include(sums)
 
     def sum_over(self, ranks: Ranks, owner: int | None = None) -> None:
         """Add what all ranks have accumulated, on each of them."""
         self._statistics.sum_over(ranks)
-        what = f"sizes of the inputs of {self._name}"
-        self._sizes_C = ranks.sum_all(self._sizes_C, what=what)
+        self._sizes.sum_over(ranks)
 
     @property
     def tokens(self) -> int:
@@ -171,7 +175,7 @@ class _InputMoments:
     @property
     def sizes(self) -> Tensor:
         """Sum of the absolute values of each input column."""
-        return self._sizes_C
+        return self._sizes.sizes
 
 
 def _quantization_fields() -> set[str]:
@@ -265,6 +269,9 @@ class AWQModifier(SmoothingMixin):
             super().traits,
             granularity=Granularity.LINEAR if self.loss == "statistics" else Granularity.BLOCK,
             devices={} if device is None else {"offload_device": device},
+            beyond_statistics=""
+            if self.loss == "statistics"
+            else "runs parents of Linears on their inputs (loss: output)",
         )
 
     def named(self, model: Module) -> Sequence[Names] | None:

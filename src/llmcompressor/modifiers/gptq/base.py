@@ -91,7 +91,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             the format does not change. ``None``: from left to right.
         asymmetric: match the original Linear's outputs on the original inputs, given the inputs of
             the compressed model. Costs a second forward. ``None``: on unless all weights become
-            8-bit integers, where it measures no better.
+            8-bit integers, where it measures no better, or statistics take the place of data.
         asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; at least C / T,
             for C columns and T tokens.
         refinements: rounds of coordinate descent after the sweep, in which every column is decided
@@ -159,6 +159,9 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             twin=self._is_asymmetric(),
             over_ranks=Solving.OWNER,
             divides_rows=True,
+            beyond_statistics="compares the inputs of two models (asymmetric: true)"
+            if self.asymmetric
+            else self._beyond_statistics(),
         )
 
     def _needs_data(self) -> bool:
@@ -244,7 +247,8 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
                 input_TC.shape[-1], device, twin=twin, weights=weights, name=name
             )
 
-        self._inputs = InputCollector(create, self._is_solved, state.calibration.call_order)
+        order, kept = state.calibration.call_order, state.run.kept_inputs
+        self._inputs = InputCollector(create, self._is_solved, order, kept=kept)
         for leader in self._inputs.leaders(filter(self._is_solved, self._schemes)):
             hook = self._inputs.hook(state, reference_input)
             self.register_hook(leader, hook, "forward_pre", with_kwargs=True)

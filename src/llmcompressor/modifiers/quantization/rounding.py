@@ -23,11 +23,8 @@ from torch.nn import Linear, Module
 from llmcompressor.core.contract import Edits, RecipeRules, Solving, Traits
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
-from llmcompressor.errors import NonFiniteError
-from llmcompressor.modeling.call_graph import first_tensor
-from llmcompressor.numerics.extremes import is_finite
-from llmcompressor.numerics.gram import add_column_squares
-from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.observers.column_statistics import ColumnSquares
+from llmcompressor.observers.input_statistics import InputCollector
 from llmcompressor.quantization.parameters import (
     WeightParameters,
     needs_input_importance,
@@ -67,36 +64,36 @@ class QuantizationModifier(TrainableMixin):
 
     dampening_frac: float | None = None
 
-    _squares: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
-    _tokens: dict[Module, int] = PrivateAttr(default_factory=dict)
+    _inputs: InputCollector[ColumnSquares] = PrivateAttr()
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Also observe the inputs of weights whose observer weights errors by them."""
         super().on_calibration_start(state, event, **kwargs)
 
-        @torch.no_grad()
-        def add_squares(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensor = first_tensor(args, kwargs)
-            if tensor is None:
-                return
-            tokens_TC = real_tokens(tensor, state.calibration.token_mask)
-            if module not in self._squares:
-                self._squares[module] = torch.zeros(tokens_TC.shape[1], device=tokens_TC.device)
-            add_column_squares(self._squares[module], tokens_TC)
-            self._tokens[module] += len(tokens_TC)
+        def create(module: Module, input_TC: Tensor, twin: bool) -> ColumnSquares:
+            return ColumnSquares(input_TC.shape[-1], input_TC.device, self._names[module])
 
-        for module, scheme in self._schemes.items():
-            weighs = needs_input_importance(scheme.weights)
-            leader = self.leader(module, state)
-            watched = leader in self._tokens
-            if weighs and not watched and isinstance(module, Linear):  # embeddings get row numbers
-                self._tokens[leader] = 0
-                self.register_hook(leader, add_squares, "forward_pre", with_kwargs=True)
+        order, kept = state.calibration.call_order, state.run.kept_inputs
+        self._inputs = InputCollector(create, self._weighs, order, kept=kept)
+        hook = self._inputs.hook(state)
+        for leader in self._inputs.leaders(filter(self._weighs, self._schemes)):
+            self.register_hook(leader, hook, "forward_pre", with_kwargs=True)
+
+    def _weighs(self, module: Module) -> bool:
+        """Return True for Linears whose observer weights errors; embeddings get row numbers."""
+        scheme = self._schemes.get(module)
+        weights = None if scheme is None else scheme.weights
+        return isinstance(module, Linear) and needs_input_importance(weights)
 
     @property
     def traits(self) -> Traits:
         """Everything is measured on the original model."""
-        return replace(super().traits, edits=Edits.NONE, over_ranks=Solving.OWNER)
+        return replace(
+            super().traits,
+            edits=Edits.NONE,
+            over_ranks=Solving.OWNER,
+            beyond_statistics=self._beyond_statistics(),
+        )
 
     def sum_collected(
         self,
@@ -106,49 +103,25 @@ class QuantizationModifier(TrainableMixin):
         owner_of: Callable[[Module], int | None],
     ) -> None:
         """Sum the squares of inputs, and their tokens, on all ranks."""
-        own = (module for module in modules if module in self._schemes)
-        for leader in dict.fromkeys(self.leader(module, state) for module in own):
-            if leader in self._tokens and ranks.count > 1:
-                weight = weight_of(leader)
-                none_C = torch.zeros(weight.shape[-1], device=weight.device)
-                squares_C = self._squares.get(leader, none_C)
-                what = f"squares of the inputs of {self._names[leader]}"
-                self._squares[leader] = ranks.sum_all(squares_C, what=what)
-                tokens = torch.tensor(self._tokens[leader])
-                self._tokens[leader] = int(ranks.sum_all(tokens, what=what))
-                if self._tokens[leader] == 0:
-                    del self._squares[leader]
+        self._inputs.sum_over(ranks, modules, self._names)
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Find the scales; the weights themselves are rounded at the end."""
-        leaders = [self.leader(module, state) for module in modules]
+        squares = {one: self._inputs.of(one) for one in filter(self._weighs, modules)}
+        importance = {k: one.mean_square() for k, one in squares.items() if one and one.tokens}
         found: dict[Module, WeightParameters] = {}
 
         @torch.no_grad()
-        def find(pair: tuple[Module, Module]) -> None:
-            module, leader = pair
-            found[module] = self.observe(module, self._importance(leader))
+        def find(module: Module) -> None:
+            found[module] = self.observe(module, importance.get(module))
 
         _for_each(self.cache_weight_range, modules, modules)
         self.find_global_scales(modules)
-        _for_each(find, list(zip(modules, leaders, strict=True)), modules)
+        _for_each(find, modules, modules)
         with one_thread(torch.device("cpu")):  # many small tensors
             for module in modules:
                 self.keep(module, found[module])
-        for leader in leaders:
-            self._squares.pop(leader, None)
-
-    def _importance(self, leader: Module) -> Tensor | None:
-        """Mean square of each input column, float32 ``[C]``; ``None`` if not observed."""
-        squares_C = self._squares.get(leader)
-        if squares_C is None:
-            return None
-        if not is_finite(squares_C):
-            raise NonFiniteError(
-                f"The activations that go into {self._names[leader]} hold NaN or infinity. Look "
-                "for a bad weight upstream, or load the model with precision='float32'."
-            )
-        return squares_C / self._tokens[leader]
+        self._inputs.drop(modules)
 
 
 def _for_each(work: Callable[[T], None], items: Sequence[T], modules: Sequence[Module]) -> None:

@@ -188,6 +188,7 @@ class RotationModifier(Modifier):
             begins_pass=True,
             by_block=True,
             over_ranks=Solving.ALL if self.learnable else Solving.ALONE,
+            beyond_statistics="rotates inputs, so that statistics of others would not fit them",
         )
 
     @property

@@ -7,6 +7,7 @@ Xiao et al., arXiv:2211.10438; see :mod:`llmcompressor.numerics.smoothing` for t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.core.contract import Traits
 from llmcompressor.core.state import State
 from llmcompressor.equalization.base import SmoothingMixin
 from llmcompressor.equalization.mappings import (
@@ -25,16 +27,16 @@ from llmcompressor.equalization.mappings import (
     find_smooth_sets,
     norm_mappings,
 )
-from llmcompressor.errors import NonFiniteError, RecipeError
+from llmcompressor.errors import RecipeError
 from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.numerics.smoothing import (
     column_range,
     log_equalization_scales,
     smoothquant_scales,
 )
+from llmcompressor.observers.column_statistics import ColumnExtremes
 from llmcompressor.observers.tokens import split_batches
 from llmcompressor.quantization.parameters import weight_of
-from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.registry import UserOverrides
 
 _Names = Annotated[
@@ -102,43 +104,6 @@ def get_layer_mappings_from_model(model: Module) -> Sequence[Any]:
     return [SmoothQuantMapping(one.name, list(one.balance)) for one in found]
 
 
-class _Extremes:
-    """Minimum and maximum of every channel."""
-
-    def __init__(self, columns: int, device: torch.device, name: str) -> None:
-        self.tokens, self.columns = 0, columns
-        self._name = name
-        self._least_C = torch.full((columns,), torch.inf, device=device)
-        self._greatest_C = torch.full((columns,), -torch.inf, device=device)
-
-    def update(self, input_TC: Tensor) -> None:
-        """Accumulate the tokens of one batch, ``[T, C]``."""
-        if not len(input_TC):
-            return
-        self.tokens += len(input_TC)
-        least_C, greatest_C = input_TC.detach().aminmax(dim=0)
-        self._least_C = torch.minimum(self._least_C, least_C.float())
-        self._greatest_C = torch.maximum(self._greatest_C, greatest_C.float())
-
-    def sum_over(self, ranks: Ranks, owner: int | None = None) -> None:
-        """Take the extremes of all ranks, on each of them."""
-        what = f"extremes of the inputs of {self._name}"
-        self._least_C = ranks.min_all(self._least_C, what=what)
-        self._greatest_C = ranks.max_all(self._greatest_C, what=what)
-        self.tokens = int(ranks.sum_all(torch.tensor(self.tokens), what=what))
-
-    @property
-    def range(self) -> Tensor:
-        """Maximum minus minimum, float32 ``[C]``."""
-        range_C = self._greatest_C - self._least_C
-        if not bool(torch.isfinite(range_C).all()):
-            raise NonFiniteError(
-                f"The activations that go into {self._name} hold NaN or infinity. Look for a bad "
-                "weight upstream, or load the model with precision='float32'."
-            )
-        return range_C
-
-
 class SmoothQuantModifier(SmoothingMixin):
     """Make activations easier to quantize, without changing the function of the model.
 
@@ -184,6 +149,13 @@ class SmoothQuantModifier(SmoothingMixin):
     # ------------------------------------------------------------------ declarations
 
     @property
+    def traits(self) -> Traits:
+        """Extremes of the inputs are all that it observes, of all batches unless some are asked."""
+        some = self.num_calibration_steps is not None
+        lack = "observes some of the batches (num_calibration_steps)" if some else ""
+        return replace(super().traits, beyond_statistics=lack)
+
+    @property
     def norms_only(self) -> bool:
         """Always True: Linears are only smoothed if the recipe names them."""
         return True
@@ -209,9 +181,9 @@ class SmoothQuantModifier(SmoothingMixin):
 
     # ------------------------------------------------------------------ while
 
-    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> _Extremes:
+    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> ColumnExtremes:
         """Statistics with the extremes of every channel."""
-        return _Extremes(input_TC.shape[-1], input_TC.device, self._names[module])
+        return ColumnExtremes(input_TC.shape[-1], input_TC.device, self._names[module])
 
     def _hook(self, state: State) -> Any:
         limit = self.num_calibration_steps

@@ -28,7 +28,7 @@ from llmcompressor.core.contract import (
 from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import Modifier, RecordedMixin
 from llmcompressor.core.state import State
-from llmcompressor.errors import NonFiniteError, RecipeError
+from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modifiers.sparsity.targets import (
@@ -41,58 +41,15 @@ from llmcompressor.modifiers.sparsity.targets import (
     matrix_of,
     write_matrix,
 )
-from llmcompressor.numerics.gram import add_column_squares
 from llmcompressor.numerics.masks import NofM, parse_structure
 from llmcompressor.numerics.wanda import wanda_prune
+from llmcompressor.observers.column_statistics import ColumnSquares
 from llmcompressor.observers.input_statistics import InputCollector, warn_of_dead_columns
 from llmcompressor.runtime.collectives import Ranks
 
 _STORED = "the zeros are stored like other weights: no reader has a sparse format for them"
 _ANYWHERE = ("0:0", "unstructured")
 _ROUNDING = 1e-9
-
-
-class ColumnSquares:
-    """Sums of squares of a module's input columns.
-
-    Args:
-        columns: C, the number of input features.
-        device: device of the sums.
-        name: name of the module, for errors.
-
-    Attributes:
-        tokens: number of tokens accumulated.
-        columns: C, the number of input features.
-    """
-
-    def __init__(self, columns: int, device: torch.device, name: str) -> None:
-        self.tokens, self.columns = 0, columns
-        self._name = name
-        self._squares_C = torch.zeros(columns, device=device)
-
-    def update(self, tokens_TC: Tensor, reference_TC: Tensor | None = None) -> None:
-        """Accumulate the tokens of one batch, ``[T, C]``."""
-        self.tokens += len(tokens_TC)
-        add_column_squares(self._squares_C, tokens_TC)
-
-    def sum_over(self, ranks: Ranks, owner: int | None = None) -> None:
-        """Add what all ranks have accumulated, on all of them; see :class:`.InputStatistics`."""
-        what = f"squares of the inputs of {self._name}"
-        self._squares_C = ranks.sum_all(self._squares_C, what=what)
-        self.tokens = int(ranks.sum_all(torch.tensor(self.tokens), what=what))
-
-    def mean_square(self) -> Tensor:
-        """Mean square of each input column, float32 ``[C]``.
-
-        Raises:
-            NonFiniteError: the activations hold NaN or infinity.
-        """
-        if not bool(torch.isfinite(self._squares_C).all()):
-            raise NonFiniteError(
-                f"The activations that go into {self._name} hold NaN or infinity. Look for a bad "
-                "weight upstream, or load the model with precision='float32'."
-            )
-        return self._squares_C / self.tokens
 
 
 @dataclass(frozen=True)
@@ -237,6 +194,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
             edits=Edits.OPEN if self._is_surveying else Edits.OPEN | Edits.AT_ONCE,
             by_block=True,
             over_ranks=Solving.ALL if self._is_surveying else Solving.OWNER,
+            beyond_statistics="",
         )
 
     def select(self, state: State) -> Selection:
@@ -283,6 +241,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
             lambda module: module in self._layers.names and has_row_tokens(module),
             state.calibration.call_order,
             matrix_inputs,
+            kept=state.run.kept_inputs,
         )
         solved = [module for module in self._layers.names if module not in self._finished]
         state.facts.changed_later.update(solved)

@@ -71,7 +71,14 @@ class SparseGPTModifier(OneShotPruningModifier):
     @property
     def traits(self) -> Traits:
         """Asymmetric calibration needs the original model's inputs."""
-        return replace(super().traits, twin=bool(self.asymmetric) and not self._is_surveying)
+        found = super().traits
+        if not self.asymmetric:
+            return found
+        return replace(
+            found,
+            twin=not self._is_surveying,
+            beyond_statistics="compares the inputs of two models (asymmetric: true)",
+        )
 
     def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Second moments, and the factorizations and solves for modules that share an input."""

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
-from llmcompressor.modifiers.sparsity.base import ColumnSquares, OneShotPruningModifier
+from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
 from llmcompressor.modifiers.sparsity.targets import matrix_of, matrix_shape
 from llmcompressor.numerics.wanda import wanda_prune
+from llmcompressor.observers.column_statistics import ColumnSquares
 
 _VISITS = 45
 
