@@ -367,6 +367,67 @@ def _column_rounder(
     return ops, round_kept
 
 
+class Refined(NamedTuple):
+    """What a sweep has found, and :func:`refine` makes better."""
+
+    rounded_RC: Tensor
+    """Q, values on the grid, float32 ``[..., R, C]``."""
+    loss_R: Tensor
+    """½ tr(D H Dᵀ) of each row, D = Q - W: float32 ``[..., R]``."""
+    scales: ColumnScales
+
+
+def refine(
+    found: Refined,
+    weight_RC: Tensor,
+    hessian_CC: Tensor,
+    grid: Grid,
+    *,
+    dampening: float,
+    rounds: int,
+    stored: torch.dtype | None,
+    kept_RC: Tensor | None = None,
+    block: int = 128,
+) -> Refined:
+    """:func:`refit_scales`, and then ``rounds`` times :func:`coordinate_descent` and another fit.
+
+    Codes are decided again for the scales that were fitted to them, and these fitted again, as in
+    block coordinate descent over codes and scales: the loss of no row rises. ``stored`` is the
+    dtype of scales; without it they stay.
+    """
+    found = _refitted(found, weight_RC, hessian_CC, dampening, stored)
+    for _ in range(rounds):
+        rounded_RC, changed_R = coordinate_descent(
+            weight_RC,
+            found.rounded_RC,
+            hessian_CC,
+            found.scales,
+            grid,
+            dampening=dampening,
+            kept_RC=kept_RC,
+            block=block,
+        )
+        found = found._replace(rounded_RC=rounded_RC, loss_R=found.loss_R + changed_R)
+        found = _refitted(found, weight_RC, hessian_CC, dampening, stored)
+    return found
+
+
+def _refitted(
+    found: Refined,
+    weight_RC: Tensor,
+    hessian_CC: Tensor,
+    dampening: float,
+    stored: torch.dtype | None,
+) -> Refined:
+    if stored is None:
+        return found
+    scale_RG, rounded_RC, changed_R = refit_scales(
+        weight_RC, found.rounded_RC, hessian_CC, found.scales, stored=stored, dampening=dampening
+    )
+    scales = found.scales._replace(scale_RG=scale_RG)
+    return Refined(rounded_RC, found.loss_R + changed_R, scales)
+
+
 # --------------------
 # Least-squares refit of scales to the codes of a weight.
 

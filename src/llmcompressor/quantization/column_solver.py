@@ -22,16 +22,18 @@ from llmcompressor.numerics.cholesky import PANEL
 from llmcompressor.numerics.column_sweep import stack_float32_rows
 from llmcompressor.numerics.gptq import (
     ColumnScales,
+    Refined,
     activation_order,
     conditional_optimum,
     corrected_weight,
-    refit_scales,
+    refine,
     ridge_for_tokens,
     sweep_and_refine,
 )
 from llmcompressor.numerics.gram import triangle_bytes
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.hessian import dead_columns
+from llmcompressor.numerics.hessian import dead_columns, fill_dead_columns
+from llmcompressor.numerics.weighted_scales import weighted_scales
 from llmcompressor.observers.input_statistics import prefers_output_residual
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.runtime.collectives import Ranks
@@ -71,6 +73,8 @@ class Problem:
     """Of which the Gram matrix is the sum."""
     ordered: bool
     """Whether columns are taken by falling activation (``actorder``)."""
+    searches: bool = False
+    """Whether scales are to be searched for, and the parameters hold those of the extremes."""
     missing_CR: Tensor | None = None
     """``YᵀE``, where E is what the output of all rows is to make up for, float32; in place of the
     cross product."""
@@ -124,12 +128,19 @@ class Problem:
         )
 
     @property
+    def has_searched_scales(self) -> bool:
+        """True if the solver searches the scales: of equal groups, below 8 bits."""
+        groups = self.parameters[0].scale.shape[-1]
+        is_even = self.shape[1] % groups == 0
+        return self.searches and self.has_own_scales and is_even and self.grid.bits < FINE_BITS
+
+    @property
     def kind(self) -> object:
         """A key for stacking: equal for the same shape, cells, grid, order, streams and device."""
         pairs = zip(self.weights, self.parameters, strict=True)
         cells = tuple((len(weight), partition_of(each.args)) for weight, each in pairs)
         corrected = (self.cross_CC is None, self.missing_CR is None)
-        own = (self.grid, self.ordered, corrected, self.gram_CC.device)
+        own = (self.grid, self.ordered, self.searches, corrected, self.gram_CC.device)
         return self.shape, cells, own
 
 
@@ -163,6 +174,8 @@ class Solution:
     """The dampening that worked; ``None`` when nothing did and weights were rounded to nearest."""
     scales: list[Tensor] | None = None
     """What the scales became, ``[R_i, G]`` in their own dtype; ``None`` where they stay."""
+    zero_points: list[Tensor] | None = None
+    """The same of zero points."""
     is_idle: bool = False
     """Whether the input was zero in every token, which is why weights were rounded to nearest."""
     dead: int = 0
@@ -229,6 +242,9 @@ def _gathered_rows(
             if one.scales is not None:
                 parameters = replace(parameters, scale=one.scales[number])
                 own[f"scale {place} {number}"] = one.scales[number]
+            if one.zero_points is not None:
+                parameters = replace(parameters, zero_point=one.zero_points[number])
+                own[f"zero {place} {number}"] = one.zero_points[number]
             is_fine = problem.grid.bits >= FINE_BITS  # may be other values when rounded twice
             dtype = problem.weights[number].dtype
             rounded = values if is_fine else parameters.round(values).to(dtype)
@@ -249,6 +265,7 @@ def _gathered_rows(
             one,
             weights=joined("weight", place),
             scales=None if one.scales is None else joined("scale", place),
+            zero_points=None if one.zero_points is None else joined("zero", place),
             loss=sum(each[place] for each in losses),
         )
         for place, one in enumerate(found)
@@ -282,34 +299,57 @@ def _solve_by_sweep(problems: Sequence[Problem], options: Options) -> list[Solut
         weight_RC = _error_corrected_weight(problems, weight_RC, gram_CC, options.ridge)
     order_C = activation_order(gram_CC) if problems[0].ordered else None
     scales = _stacked_column_scales(problems)
+    if problems[0].has_searched_scales:
+        scales = _searched_scales(problems[0], weight_RC, gram_CC, scales)
+    bits = problems[0].grid.bits
+    rounds = refinement_rounds(options.refinements, bits)
     (rounded_RC, loss_R), dampening = sweep_and_refine(
         weight_RC,
         gram_CC,
         scales,
         problems[0].grid,
         dampening=options.dampening,
-        rounds=refinement_rounds(options.refinements, problems[0].grid.bits),
+        rounds=min(rounds, 1),
         order_C=order_C,
         kept_RC=kept_RC,
         steps=_dampening_attempts(problems),
         block=options.block_size,
     )
-    scale_RG = None
+    found = Refined(rounded_RC, loss_R, scales)
     # with codes of 8 bits the refitted scale differs by less than the resolution of bfloat16
-    if options.refit and all(one.has_own_scales and one.grid.bits < FINE_BITS for one in problems):
-        stored = problems[0].parameters[0].scale.dtype
-        scale_RG, rounded_RC, change_R = refit_scales(
-            weight_RC, rounded_RC, gram_CC, scales, stored=stored, dampening=dampening
-        )
-        loss_R = loss_R + change_R
+    refits = options.refit and all(one.has_own_scales for one in problems) and bits < FINE_BITS
+    found = refine(
+        found,
+        weight_RC,
+        gram_CC,
+        problems[0].grid,
+        dampening=dampening,
+        rounds=rounds - 1,
+        stored=problems[0].parameters[0].scale.dtype if refits else None,
+        kept_RC=kept_RC,
+        block=options.block_size,
+    )
+    changed = refits or problems[0].has_searched_scales
     settled_RC = None
     if options.settles:
-        settled_RC = conditional_optimum(weight_RC, rounded_RC, gram_CC, dampening=dampening)
+        settled_RC = conditional_optimum(weight_RC, found.rounded_RC, gram_CC, dampening=dampening)
         if kept_RC is not None:
             settled_RC.masked_fill_(~kept_RC, 0)
-    each = [_unstacked(one, len(problems)) for one in (rounded_RC, loss_R, scale_RG, settled_RC)]
+    parts = (found.rounded_RC, found.loss_R, *(found.scales[:2] if changed else (None, None)))
+    each = [_unstacked(one, len(problems)) for one in (*parts, settled_RC)]
     pairs = zip(problems, *each, strict=True)
-    return [_solution(problem, dampening, *found) for problem, *found in pairs]
+    return [_solution(problem, dampening, *own) for problem, *own in pairs]
+
+
+def _searched_scales(
+    problem: Problem, weight_RC: Tensor, gram_CC: Tensor, scales: ColumnScales
+) -> ColumnScales:
+    """Scales of the least weighted error of what is rounded, in the place of those of extremes."""
+    curvature_C = fill_dead_columns(gram_CC.diagonal(dim1=-2, dim2=-1))
+    stored = problem.parameters[0].scale.dtype
+    groups = scales.scale_RG.shape[-1]
+    scale_RG, zero_RG = weighted_scales(weight_RC, curvature_C, groups, problem.grid, stored)
+    return scales._replace(scale_RG=scale_RG, zero_RG=zero_RG)
 
 
 def _error_corrected_weight(
@@ -331,14 +371,14 @@ def _error_corrected_weight(
 
 
 def refinement_rounds(asked: int | None, bits: int) -> int:
-    """Rounds of coordinate descent on a grid; by default one on grids of few bits.
+    """Rounds of coordinate descent on a grid; by default two on grids of few bits.
 
-    >>> [refinement_rounds(asked, bits) for asked, bits in ((None, 3), (None, 4), (2, 4), (2, 8))]
-    [1, 0, 2, 0]
+    >>> [refinement_rounds(asked, bits) for asked, bits in ((None, 3), (None, 4), (1, 4), (1, 8))]
+    [2, 0, 1, 0]
     """
     if bits >= FINE_BITS:
         return 0
-    return asked if asked is not None else int(bits < _COARSE_BITS)
+    return asked if asked is not None else 2 * int(bits < _COARSE_BITS)
 
 
 FINE_BITS = 8
@@ -417,11 +457,16 @@ def _solution(
     rounded_RC: Tensor,
     loss_R: Tensor,
     scale_RG: Tensor | None,
+    zero_RG: Tensor | None,
     settled_RC: Tensor | None,
 ) -> Solution:
     rows = [len(weight) for weight in problem.weights]
-    weights, scales = list(torch.split(rounded_RC, rows)), None
+    weights, scales, zeros = list(torch.split(rounded_RC, rows)), None, None
     parameters = problem.parameters
+    if zero_RG is not None:
+        zeros = [one.to(parameters[0].zero_point.dtype) for one in torch.split(zero_RG, rows)]
+        both = zip(parameters, zeros, strict=True)
+        parameters = [replace(one, zero_point=zero) for one, zero in both]
     if scale_RG is not None:
         stored = parameters[0].scale.dtype
         scales = [one.to(stored) for one in torch.split(scale_RG, rows)]
@@ -435,7 +480,7 @@ def _solution(
         ]
     settled = None if settled_RC is None else list(torch.split(settled_RC, rows))
     loss, dead = float(loss_R.sum()), int(dead_C.sum())
-    return Solution(weights, loss, dampening, scales, settled=settled, dead=dead)
+    return Solution(weights, loss, dampening, scales, zeros, settled=settled, dead=dead)
 
 
 # --------------------

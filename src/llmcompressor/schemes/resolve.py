@@ -50,6 +50,8 @@ class ResolvedSchemes:
         bypass_divisibility_checks: accept group sizes that do not divide the columns.
         allow_unmatched: accept targets that match nothing.
         observer_fields: the recipe field that names the observer, by group and argument.
+        names_weight_observer: whether a field or a scheme names an observer of weights, so that it
+            is not the usual one.
     """
 
     groups: Mapping[str, QuantizationScheme]
@@ -58,6 +60,7 @@ class ResolvedSchemes:
     bypass_divisibility_checks: bool = False
     allow_unmatched: bool = False
     observer_fields: Mapping[tuple[str, str], str] = field(default_factory=dict, compare=False)
+    names_weight_observer: bool = False
 
     @property
     def config_groups(self) -> Mapping[str, QuantizationScheme]:
@@ -191,6 +194,8 @@ def resolve_schemes(
             for name in groups
             for argument in ARGUMENT_FIELDS
         },
+        names_weight_observer="weights" in observers
+        or any(one.weights is not None and one.weights.observer for one in groups.values()),
     )
 
 

@@ -267,3 +267,52 @@ def test_what_a_sum_lacks_is_made_up_for() -> None:
         return float((off_RC @ gram_CC * off_RC).sum())
 
     assert left(found.weights[0]) < 0.5 * left(same.weights[0])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("name", ["group", "channel"])
+def test_searched_scales_lose_less_than_those_of_the_extremes(name: str, bits: int) -> None:
+    """In every row, where no column makes up for another: the extremes are among what is tried."""
+    one = problem(ARGS[name].model_copy(update={"num_bits": bits}), ordered=True)
+    one = replace(one, gram_CC=one.gram_CC.diagonal().diag(), weights=[one.weights[0] ** 3])
+    one = replace(one, parameters=[observe_weight(one.weights[0], one.parameters[0].args)])
+    found = [solve([replace(one, searches=each)], OPTIONS)[0] for each in (False, True)]
+    change_RC = [each.weights[0] - one.weights[0] for each in found]
+    extremes_R, searched_R = ((each**2 @ one.gram_CC).sum(-1) for each in change_RC)
+    assert bool((searched_R <= extremes_R * (1 + 1e-5)).all())
+    assert float(searched_R.sum()) < float(extremes_R.sum())
+    assert (found[1].zero_points is None) == bool(one.parameters[0].args.symmetric)
+
+
+def test_searched_scales_are_those_of_the_codes() -> None:
+    """Values are codes times the scales that go to the file, also after a change of zero points."""
+    one = replace(problem(ARGS["channel"], ordered=True), searches=True)
+    (found,) = solve([one], OPTIONS)
+    assert found.scales is not None and found.zero_points is not None
+    scale, zero = found.scales[0], found.zero_points[0]
+    assert zero.dtype == one.parameters[0].zero_point.dtype
+    parameters = replace(one.parameters[0], scale=scale, zero_point=zero)
+    assert torch.allclose(parameters.round(found.weights[0]), found.weights[0], atol=1e-6)
+
+
+def test_searched_scales_of_a_batch_are_those_of_each_alone() -> None:
+    problems = [replace(problem(GROUP, GROUP, seed=one), searches=True) for one in range(3)]
+    for one, solution in zip(problems, solve(problems, OPTIONS), strict=True):
+        alike(solution, solve([one], replace(OPTIONS, batch=1))[0])
+
+
+@pytest.mark.parametrize("name", ["tensor", "block", "nvfp4", "mxfp4"])
+def test_scales_of_other_grids_are_not_searched(name: str) -> None:
+    one = problem(ARGS[name])
+    (plain,) = solve([one], OPTIONS)
+    (asked,) = solve([replace(one, searches=True)], OPTIONS)
+    assert torch.equal(plain.weights[0], asked.weights[0])
+    assert asked.zero_points is None
+
+
+def test_each_round_lowers_the_loss() -> None:
+    one = replace(problem(GROUP.model_copy(update={"num_bits": 2})), searches=True)
+    options = replace(OPTIONS, refit=True)
+    losses = [solve([one], replace(options, refinements=n))[0].loss for n in range(4)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[2] < losses[1]

@@ -2,8 +2,9 @@
 """GPTQ: round weights column by column, and compensate each error in the remaining columns.
 
 Frantar et al., arXiv:2210.17323. The objective for a Linear with weight W and inputs X is the error
-of its output, ``‖(Q − W) Xᵀ‖²``; see :mod:`llmcompressor.numerics.gptq` for the equations and
-:mod:`llmcompressor.numerics.gptq` for asymmetric calibration.
+of its output, ``‖(Q − W) Xᵀ‖²``; see :mod:`llmcompressor.numerics.gptq` for the equations, also of
+asymmetric calibration, and :mod:`llmcompressor.numerics.weighted_scales` for the scales that it
+begins with where no observer of weights is named.
 """
 
 from __future__ import annotations
@@ -95,10 +96,9 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; at least C / T,
             for C columns and T tokens.
         refinements: rounds of coordinate descent after the sweep, in which every column is decided
-            again, given all others (arXiv:2309.01885); below 8 bits. ``None``: one round below 4
-            bits, where it pays off.
-        refit_scales: fit the scales of integer groups and channels to the final codes; below 8
-            bits.
+            again, given all others (arXiv:2309.01885); below 8 bits. ``None``: two rounds below 4
+            bits, where they pay off.
+        refit_scales: fit the scales of integer groups and channels to the codes; below 8 bits.
         offload_hessians: keep second moments in main memory while they are accumulated.
         batched_quantization: solve Linears of equal shape in one batch: ``"auto"`` (or ``True``) if
             their matrices are small, a number for batches of that size, ``None`` (or ``False``) to
@@ -290,6 +290,8 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
                 found = problem.parameters[number]
                 if solution.scales is not None:
                     found = replace(found, scale=solution.scales[number])
+                if solution.zero_points is not None:
+                    found = replace(found, zero_point=solution.zero_points[number])
                 self.keep(module, found, solution.weights[number])
                 name = self._names[module]
                 self._records[name] = SolveRecord(
@@ -349,6 +351,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
                     cross_CC=None if cross is None else cross.to(device),
                     tokens=statistics.tokens,
                     ordered=actorder is not None,
+                    searches=not self.resolved_config.names_weight_observer,
                     missing_CR=None if missing is None else missing.to(device),
                 ),
             )

@@ -22,7 +22,7 @@ from llmcompressor.core.state import Calibration, State
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.awq.base import AWQModifier
-from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.gptq import GPTQModifier, base
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.numerics import gptq as gptq_numerics
 from llmcompressor.numerics import gram
@@ -183,6 +183,44 @@ def test_scales_that_are_fitted_again_lower_the_loss(asymmetric: bool, reference
 
 NARROW: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 """Heads of so few rows that q, k and v together have half as many as columns."""
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"weight_observer": "memoryless_minmax"},
+        {"observer": {"weights": "memoryless_minmax"}},
+        {
+            "config_groups": {
+                "all": {"targets": ["Linear"], "weights": WEIGHTS | {"observer": "mse"}}
+            }
+        },
+    ],
+)
+def test_scales_are_searched_unless_an_observer_is_named(
+    named: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[bool] = []
+    plain = base.solve
+
+    def recording(problems: Any, options: Any) -> Any:
+        searched.extend(one.searches for one in problems)
+        return plain(problems, options)
+
+    monkeypatch.setattr(base, "solve", recording)
+    tiny.run(tiny.llama(), gptq())
+    assert searched and all(searched)
+    searched.clear()
+    tiny.run(tiny.llama(), gptq(**named))
+    assert searched and not any(searched)
+
+
+def test_a_search_for_scales_brings_the_model_closer(reference: Tensor) -> None:
+    found = {}
+    for observer in (None, "memoryless_minmax"):
+        model = tiny.run(tiny.llama(), gptq(weight_observer=observer))
+        found[observer] = error(model, reference)
+    assert found[None] < found["memoryless_minmax"]
 
 
 @pytest.mark.parametrize("offload", [False, True])
