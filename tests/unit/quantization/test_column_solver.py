@@ -288,7 +288,8 @@ def test_searched_scales_are_those_of_the_codes() -> None:
     """Values are codes times the scales that go to the file, also after a change of zero points."""
     one = replace(problem(ARGS["channel"], ordered=True), searches=True)
     (found,) = solve([one], OPTIONS)
-    assert found.scales is not None and found.zero_points is not None
+    assert found.scales is not None
+    assert found.zero_points is not None
     scale, zero = found.scales[0], found.zero_points[0]
     assert zero.dtype == one.parameters[0].zero_point.dtype
     parameters = replace(one.parameters[0], scale=scale, zero_point=zero)
