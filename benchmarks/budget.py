@@ -1,106 +1,246 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bit budget is worth on the embedded model, beside schemes that all modules share.
+"""What a bit budget is worth, beside schemes that all modules share and another tool's choice.
 
-benchmarks/budget.py [--seeds 0 1 2] [--bits 3.5 4.25 5] [--again]
+benchmarks/budget.py [--model smollm2] [--seeds 0 1 2] [--bits 3.5 4.25 5] [--again]
 
-GPTQ with its defaults, calibrated on 128 windows of 256 tokens that a seed chooses; divergence (KL)
-from the dense model on held-out windows, by transformers alone. Sizes are those of the files.
-Figures are kept as they come (``results/budget.json``), and ``results/budget.md`` is their table.
+GPTQ with its defaults on windows that a seed chooses; divergence (KL) from the dense model on
+held-out windows, by transformers alone. Sizes are those of the files. Rows of AutoScheme are this
+project's GPTQ with the bits that AutoRound's search gives each Linear, from 16 of the same windows
+and for as many bytes. Figures are kept as they come (``results/budget.json``, of SmolLM2
+``results/budget-smollm2.json``), and a page beside them has their table.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
-import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import smollm2
 from evaluate_one import load, lost, read
+from jobs import HERE, execute, made_environment, scratch
 from models import PICO
 from quality import SAMPLES
 from tables import machine, table
-from text import calibration_files, held_out_file
+from text import WINDOW, calibration_files, held_out_file
 
-HERE = Path(__file__).resolve().parent
-STORE = HERE / "results" / "budget.json"
-WINDOWS = 128
-CANDIDATES = ["W3A16", "W4A16", "W5A16", "W6A16", "W8A16"]
-GROUPS = {"3": (128, 64, 32), "4": (128, 64, 32), "5": (128,)}
+AUTO_ROUND = "auto-round==0.16.1"
+OTHER = "AutoScheme"
+GRADIENTS = 16
+"""Samples that either search takes."""
+BITS = (3, 4, 5, 6, 8)
+SCALE_BITS = 16
 
 
-def uniform() -> dict[str, dict]:
+@dataclass(frozen=True)
+class Subject:
+    """A model that budgets are measured on.
+
+    Attributes:
+        title: What the page calls it.
+        store: Stem of the files in results/.
+        model: Makes the checkpoint; its folder.
+        calibration: Makes a token file for each seed.
+        held_out: Makes the token file to measure on.
+        samples: Calibration windows.
+        length: Tokens of each.
+        windows: Windows to measure on.
+        group: Group size of the candidates.
+        groups: Bits → the group sizes of schemes that all modules share.
+    """
+
+    title: str
+    store: str
+    model: Callable[[], Path]
+    calibration: Callable[[list[int]], dict[int, Path]]
+    held_out: Callable[[], Path]
+    samples: int
+    length: int
+    windows: int
+    group: int
+    groups: dict[int, tuple[int, ...]]
+
+
+SUBJECTS = {
+    "embedded": Subject(
+        title="the embedded model",
+        store="budget",
+        model=lambda: PICO,
+        calibration=lambda seeds: calibration_files(seeds, SAMPLES),
+        held_out=held_out_file,
+        samples=SAMPLES,
+        length=WINDOW,
+        windows=128,
+        group=128,
+        groups={3: (128, 64, 32), 4: (128, 64, 32), 5: (128,)},
+    ),
+    "smollm2": Subject(
+        title="SmolLM2-135M-Instruct",
+        store="budget-smollm2",
+        model=smollm2.model_path,
+        calibration=smollm2.calibration_files,
+        held_out=smollm2.held_out_file,
+        samples=smollm2.SAMPLES,
+        length=smollm2.LENGTH,
+        windows=smollm2.HELD_OUT,
+        group=64,
+        groups={3: (64, 32), 4: (64, 32), 5: (64,)},
+    ),
+}
+
+
+def weights(bits: int, group: int) -> dict[str, Any]:
+    """A scheme of symmetric integers in groups."""
+    own = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group"}
+    return {"weights": {**own, "group_size": group}}
+
+
+def uniform(subject: Subject) -> dict[str, dict]:
     """Name → the fields of a scheme that all modules share."""
-    found = {}
-    for bits, sizes in GROUPS.items():
-        for size in sizes:
-            weights = {"num_bits": int(bits), "type": "int", "strategy": "group"}
-            found[f"all {bits} bits, groups of {size}"] = {
-                "scheme": {"weights": {**weights, "symmetric": True, "group_size": size}}
-            }
-    return found
+    return {
+        f"all {bits} bits, groups of {size}": {"targets": "Linear", "scheme": weights(bits, size)}
+        for bits, sizes in subject.groups.items()
+        for size in sizes
+    }
 
 
-def budgets(bits: list[float]) -> dict[str, dict]:
+def budgets(subject: Subject, bits: list[float]) -> dict[str, dict]:
     """Name → the fields of a budget."""
-    fields = {f"budget of {one:g} bits": {"budget": {"bits": one}} for one in bits}
-    return {name: {**one, "candidates": CANDIDATES} for name, one in fields.items()}
+    candidates = [weights(each, subject.group) for each in BITS]
+    fields = {"targets": "Linear", "candidates": candidates}
+    return {f"budget of {one:g} bits": {**fields, "budget": {"bits": one}} for one in bits}
+
+
+def chosen_by(choice: dict[str, int], group: int) -> dict:
+    """The fields of a choice of bits by module."""
+    return {
+        "config_groups": {
+            f"bits_{bits}": {
+                "targets": sorted(name for name, own in choice.items() if own == bits),
+                **weights(bits, group),
+            }
+            for bits in sorted(set(choice.values()))
+        }
+    }
 
 
 class Bench:
     """The dense model and the texts."""
 
-    def __init__(self, seeds: list[int]) -> None:
-        self._held_out = read(held_out_file())[:WINDOWS]
-        self._calibration = calibration_files(seeds, SAMPLES)
-        self._dense = load(str(PICO))
+    def __init__(self, subject: Subject, seeds: list[int]) -> None:
+        self.subject = subject
+        self._model = subject.model()
+        self._held_out = read(subject.held_out())[: subject.windows]
+        self._calibration = subject.calibration(seeds)
+        self._dense = load(str(self._model))
+
+    def tokens(self, seed: int) -> list[list[int]]:
+        """Calibration windows."""
+        return json.loads(self._calibration[seed].read_text())
 
     def measure(self, fields: dict, seed: int) -> dict:
         """Bytes of the weight files, and the distance from the dense model."""
         from llmcompressor import oneshot  # noqa: PLC0415  # after the arguments are read
         from llmcompressor.modifiers.quantization import GPTQModifier  # noqa: PLC0415
 
-        tokens = json.loads(self._calibration[seed].read_text())
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch) / "out"
+        with scratch() as own:
+            folder = own / "out"
             oneshot(
-                model=str(PICO),
-                recipe=GPTQModifier(targets="Linear", ignore=["lm_head"], **fields),
-                dataset=[{"input_ids": one} for one in tokens],
-                num_calibration_samples=SAMPLES,
+                model=str(self._model),
+                recipe=GPTQModifier(ignore=["lm_head"], **fields),
+                dataset=[{"input_ids": one} for one in self.tokens(seed)],
+                num_calibration_samples=self.subject.samples,
+                max_seq_length=self.subject.length,
+                shuffle_calibration_samples=False,
                 output_dir=folder,
                 verify=False,
                 report=False,
             )
             size = sum(one.stat().st_size for one in folder.glob("*.safetensors"))
-            found = lost(load(str(folder)), self._dense, self._held_out, 8)
+            found = lost(load(str(folder)), self._dense, self._held_out, 4)
         return {"bytes": size, "divergence": found["divergence"], "loss": found["loss"]}
 
+    def search(self, python: str | None, bits: list[float], seed: int) -> dict[str, dict]:
+        """Name → the fields of what AutoScheme chooses for as many bytes as each budget has."""
+        from transformers import AutoTokenizer  # noqa: PLC0415
 
-def render(results: dict) -> str:
+        subject = self.subject
+        tokenizer = AutoTokenizer.from_pretrained(self._model)
+        tokens = self.tokens(seed)
+        averages = {one: one - SCALE_BITS / subject.group for one in bits}
+        with scratch() as folder:
+            texts, job, report = (folder / f"{name}.json" for name in ("texts", "job", "report"))
+            spread = tokens[:: len(tokens) // GRADIENTS][:GRADIENTS]
+            texts.write_text(json.dumps([tokenizer.decode(one) for one in spread]))
+            request = {
+                "model": str(self._model),
+                "texts": str(texts),
+                "samples": GRADIENTS,
+                # a window whose text gives some tokens less is still long enough
+                "length": subject.length - 16,
+                "bits": BITS,
+                "group_size": subject.group,
+                "averages": list(averages.values()),
+            }
+            job.write_text(json.dumps(request))
+            interpreter = python or made_environment(".autoround", AUTO_ROUND)
+            execute([str(interpreter), str(HERE / "autoscheme.py"), str(job), str(report)])
+            choices = json.loads(report.read_text())["choices"]
+        return {
+            f"{OTHER} of {one:g} bits": chosen_by(choices[str(average)], subject.group)
+            for one, average in averages.items()
+        }
+
+
+def render(results: dict, subject: Subject) -> str:
     """The markdown page."""
     rows = []
     for name, by_seed in results.items():
         runs = list(by_seed.values())
         values = [run["divergence"] for run in runs]
         size = statistics.mean(run["bytes"] for run in runs)
-        spread = f"{min(values):.4f} to {max(values):.4f}"
-        rows.append((size, [name, f"{size:,.0f}", f"{statistics.mean(values):.4f}", spread]))
+        spread = f"{min(values):.4f} to {max(values):.4f}" if len(values) > 1 else ""
+        cells = [name, f"{size:,.0f}", f"{statistics.mean(values):.4f}", len(values), spread]
+        rows.append((size, cells))
     ordered = [cells for _, cells in sorted(rows, key=lambda row: row[0])]
+    bits = ", ".join(str(one) for one in BITS)
     return "\n\n".join(
         [
-            "# A bit budget on the embedded model",
+            f"# A bit budget on {subject.title}",
             f"{machine()}.",
-            f"GPTQ with its defaults, {SAMPLES} x 256 calibration tokens, 16 of the samples for "
-            f"the budget's gradients, candidates {', '.join(CANDIDATES)} with groups of 128. KL "
-            f"from the dense model on {WINDOWS} held-out windows: mean of the seeds, and the "
-            "lowest and highest of them. By rising bytes of the weight files, embeddings "
-            "included. Written by `benchmarks/budget.py`.",
-            table(["all Linears but the head", "bytes", "KL", "seeds"], ordered),
+            f"GPTQ with its defaults, {subject.samples} x {subject.length} calibration tokens, "
+            f"{GRADIENTS} of the samples for the budget's gradients, candidates of {bits} bits "
+            f"with groups of {subject.group}. KL from the dense model on {subject.windows} "
+            "held-out windows: mean of the seeds, and the lowest and highest of them. By rising "
+            "bytes of the weight files, embeddings included. AutoScheme: the bits that the search "
+            f"of {AUTO_ROUND.replace('==', ' ')} gives each Linear for as many bytes, from "
+            f"{GRADIENTS} of the samples, with the same GPTQ. Written by `benchmarks/budget.py`.",
+            table(["all Linears but the head", "bytes", "KL", "seeds", "spread"], ordered),
             "",
         ]
     )
+
+
+def measure(bench: Bench, seed: int, given: argparse.Namespace, store: Path) -> dict:
+    """All rows of a seed; those that are stored stay as they are, unless asked for again."""
+    results = json.loads(store.read_text()) if store.exists() else {}
+    shared = {**budgets(bench.subject, given.bits), **uniform(bench.subject)}
+    rows = shared | {f"{OTHER} of {one:g} bits": one for one in given.bits}
+    wanted = [
+        name for name in given.rows or rows if given.again or str(seed) not in results.get(name, {})
+    ]
+    averages = [rows[name] for name in wanted if name not in shared]
+    chosen = bench.search(given.autoround_python, averages, seed) if averages else {}
+    for name in wanted:
+        found = bench.measure((shared | chosen)[name], seed)
+        results.setdefault(name, {})[str(seed)] = found
+        store.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{name}, seed {seed}: {found['bytes']} {found['divergence']:.5f}", flush=True)
+    return results
 
 
 def main() -> None:
@@ -108,20 +248,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--model", choices=sorted(SUBJECTS), default="embedded")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--bits", type=float, nargs="+", default=[3.5, 4.25, 5.0])
-    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows, as in the table")
+    parser.add_argument("--again", action="store_true", help="measure what is there as well")
+    parser.add_argument("--autoround-python", help="interpreter with AutoRound installed")
     given = parser.parse_args()
-    results = json.loads(STORE.read_text()) if STORE.exists() else {}
-    bench = Bench(given.seeds)
-    settings = {**budgets(given.bits), **uniform()}
-    for seed, (name, fields) in itertools.product(given.seeds, settings.items()):
-        entry = results.setdefault(name, {})
-        if given.again or str(seed) not in entry:
-            entry[str(seed)] = found = bench.measure(fields, seed)
-            STORE.write_text(json.dumps(results, indent=1) + "\n")
-            print(f"{name}, seed {seed}: {found['bytes']} {found['divergence']:.5f}", flush=True)
-    STORE.with_suffix(".md").write_text(render(results))
+    subject = SUBJECTS[given.model]
+    store = HERE / "results" / f"{subject.store}.json"
+    bench = Bench(subject, given.seeds)
+    for seed in given.seeds:
+        results = measure(bench, seed, given, store)
+        store.with_suffix(".md").write_text(render(results, subject))
 
 
 if __name__ == "__main__":

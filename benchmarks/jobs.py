@@ -39,6 +39,7 @@ class Job:
         held_out: JSON file with token ids to measure the model in memory on; nothing is written.
         draw: Seed of random rotations.
         unmasked: Calibrate with full attention, as the reference does with Qwen3-MoE.
+        as_object: Give the model as transformers loads it, and not its folder.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Job:
     held_out: str | None = None
     draw: int | None = None
     unmasked: bool = False
+    as_object: bool = False
 
 
 class Worker:
@@ -74,8 +76,8 @@ class Worker:
 
     def ask(self, request: dict) -> dict:
         """Have it do one job; its report."""
-        with _scratch() as scratch:
-            report = scratch / "report.json"
+        with scratch() as folder:
+            report = folder / "report.json"
             self._process.stdin.write(json.dumps(request | {"report": str(report)}) + "\n")
             self._process.stdin.flush()
             said: list[str] = []
@@ -93,21 +95,21 @@ class Worker:
 
 def compress(python: Path | str, job: Job) -> dict:
     """Run a job under an interpreter; its report, with the seconds of the whole process."""
-    with _scratch() as scratch:
-        job_file, report_file = scratch / "job.json", scratch / "report.json"
+    with scratch() as folder:
+        job_file, report_file = folder / "job.json", folder / "report.json"
         job_file.write_text(json.dumps(asdict(job)))
         started = time.perf_counter()
-        _run([str(python), str(HERE / "run_one.py"), str(job_file), str(report_file)])
+        execute([str(python), str(HERE / "run_one.py"), str(job_file), str(report_file)])
         seconds = time.perf_counter() - started
         return json.loads(report_file.read_text()) | {"process_seconds": seconds}
 
 
 def evaluate(checkpoint: str, tokens: Path, dense: str | None = None) -> dict:
     """Loss of a checkpoint and its distance from the dense model, by transformers alone."""
-    with _scratch() as scratch:
-        report_file = scratch / "report.json"
+    with scratch() as folder:
+        report_file = folder / "report.json"
         command = [sys.executable, str(HERE / "evaluate_one.py"), checkpoint, str(tokens)]
-        _run([*command, str(report_file), *(["--dense", dense] if dense else [])])
+        execute([*command, str(report_file), *(["--dense", dense] if dense else [])])
         return json.loads(report_file.read_text())
 
 
@@ -123,8 +125,8 @@ def compress_and_evaluate(
         tokens: Calibration token ids, or nothing for a data-free job.
         held_out: Token ids to evaluate on.
     """
-    with _scratch() as scratch:
-        output = str(scratch / "compressed")
+    with scratch() as folder:
+        output = str(folder / "compressed")
         job = Job(model, recipe, tokens=str(tokens) if tokens else None, output=output)
         cost = compress(python, job)
         size = sum(file.stat().st_size for file in Path(output).glob("*.safetensors"))
@@ -140,16 +142,27 @@ def reference_python(given: str | None) -> Path:
     named = given or os.environ.get(REFERENCE_VARIABLE)
     if named:
         return Path(named)
-    python = HERE / ".reference" / "bin" / "python"
+    # the reference takes no transformers as new as ours, so that one is left to it
+    return made_environment(".reference", REFERENCE)
+
+
+def made_environment(name: str, *packages: str) -> Path:
+    """Interpreter of an environment with our torch and some packages, made on the first call.
+
+    Args:
+        name: Its folder beside the benchmarks.
+        packages: What pip is to install.
+    """
+    folder = HERE / name
+    python = folder / "bin" / "python"
     if not python.exists():
-        print(f"Making an environment for {REFERENCE} in {HERE / '.reference'} ...", flush=True)
-        # the reference takes no transformers as new as ours, so that one is left to it
+        print(f"Making an environment for {', '.join(packages)} in {folder} ...", flush=True)
         torch = f"torch=={importlib.metadata.version('torch').split('+')[0]}"
-        _run([sys.executable, "-m", "venv", str(HERE / ".reference")])
+        execute([sys.executable, "-m", "venv", str(folder)])
         try:
-            _run([str(python), "-m", "pip", "install", "--quiet", torch, REFERENCE])
+            execute([str(python), "-m", "pip", "install", "--quiet", torch, *packages])
         except JobError:
-            shutil.rmtree(HERE / ".reference")
+            shutil.rmtree(folder)
             raise
     return python
 
@@ -174,15 +187,15 @@ def busy_core() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
+def scratch() -> Iterator[Path]:
     """A folder on the disk of the project: ``/tmp`` may be memory, and would count as such."""
     (HERE / ".models").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=HERE / ".models", prefix="run-") as folder:
         yield Path(folder)
 
 
-def _run(command: list[str]) -> None:
-    """Run to the end without network; what it prints is shown only if it fails."""
+def execute(command: list[str]) -> None:
+    """Run a command to the end without network; what it prints is shown only if it fails."""
     done = subprocess.run(
         command,
         env=_environment(command[0], offline="pip" not in command),

@@ -142,6 +142,15 @@ def full_attention(wanted: bool) -> Iterator[None]:
         functional.scaled_dot_product_attention = plain
 
 
+def given_model(job: dict):
+    """What the job compresses: a folder, or the model that transformers loads from it."""
+    if not job.get("as_object"):
+        return job["model"]
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    return AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto")
+
+
 def measured_here(model, job: dict) -> dict:
     """What the model in memory loses: all of it is applied there, also what no reader applies."""
     from evaluate_one import load, lost, read  # noqa: PLC0415
@@ -169,12 +178,13 @@ def run(job: dict) -> dict:
             "max_seq_length": len(dataset[0]["input_ids"]),
             "shuffle_calibration_samples": False,
         }
+    model = given_model(job)
     busy = processor_seconds()
     started = time.perf_counter()
     if not job.get("held_out"):
         arguments["output_dir"] = job["output"]
     with drawn_from(job.get("draw")), full_attention(job.get("unmasked", False)):
-        model = oneshot(model=job["model"], recipe=recipe, **arguments)
+        model = oneshot(model=model, recipe=recipe, **arguments)
     report["oneshot_seconds"] = time.perf_counter() - started
     report["oneshot_processor_seconds"] = processor_seconds() - busy
     report["after_oneshot"] = resident()

@@ -13,23 +13,28 @@ from models import MODELS, PICO
 WINDOW = 256
 
 
-def windows(texts: Sequence[str]) -> list[list[int]]:
+def windows(texts: Sequence[str], model: Path = PICO, length: int = WINDOW) -> list[list[int]]:
     """The texts' tokens one after another, cut into windows; the last, short one is dropped.
 
     Each file begins with the token that the tokenizer puts there, as in the model's training.
+
+    Args:
+        texts: Whole files.
+        model: Folder with the tokenizer.
+        length: Tokens per window.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     stream = [token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]]
-    return [stream[at : at + WINDOW] for at in range(0, len(stream) - WINDOW + 1, WINDOW)]
+    return [stream[at : at + length] for at in range(0, len(stream) - length + 1, length)]
 
 
 def held_out_file() -> Path:
     """JSON file with the windows of the modules that the model was not trained on."""
     from llmcompressor.datasets.stdlib_text import held_out_texts  # noqa: PLC0415
 
-    return _write("pico-held-out", windows(held_out_texts()))
+    return write("pico-held-out", windows(held_out_texts()))
 
 
 def calibration_files(seeds: Sequence[int], samples: int) -> dict[int, Path]:
@@ -43,12 +48,13 @@ def calibration_files(seeds: Sequence[int], samples: int) -> dict[int, Path]:
 
     every = windows(calibration_texts())
     return {
-        seed: _write(f"pico-calibration-{seed}", random.Random(seed).sample(every, samples))
+        seed: write(f"pico-calibration-{seed}", random.Random(seed).sample(every, samples))
         for seed in seeds
     }
 
 
-def _write(name: str, ids: list[list[int]]) -> Path:
+def write(name: str, ids: list[list[int]]) -> Path:
+    """The path of a JSON file with token ids in the benchmarks' folder."""
     path = MODELS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(ids))
