@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 
@@ -71,6 +72,8 @@ def main() -> None:
     parser.add_argument("job", type=Path, help="JSON file that describes the job")
     parser.add_argument("report", type=Path, help="JSON file to write")
     given = parser.parse_args()
+    # what it keeps of a search stays beside the report, and is shared by the averages only
+    os.environ["AR_AUTO_SCHEME_CACHE"] = str(given.report.resolve().parent / "scores")
     given.report.write_text(json.dumps(search(json.loads(given.job.read_text()))))
 
 

@@ -34,6 +34,9 @@ GRADIENTS = 16
 """Samples that either search takes."""
 BITS = (3, 4, 5, 6, 8)
 SCALE_BITS = 16
+HALF = smollm2.SAMPLES // 2
+TOKENS = 2048
+"""Of a batch when it is measured."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,11 @@ SUBJECTS = {
         title="SmolLM2-135M-Instruct",
         store="budget-smollm2",
         model=smollm2.model_path,
-        calibration=smollm2.calibration_files,
-        held_out=smollm2.held_out_file,
-        samples=smollm2.SAMPLES,
+        calibration=lambda seeds: smollm2.calibration_files(seeds, HALF),
+        held_out=lambda: smollm2.held_out_file(HALF),
+        samples=HALF,
         length=smollm2.LENGTH,
-        windows=smollm2.HELD_OUT,
+        windows=HALF,
         group=64,
         groups={3: (64, 32), 4: (64, 32), 5: (64,)},
     ),
@@ -155,13 +158,13 @@ class Bench:
                 dataset=[{"input_ids": one} for one in self.tokens(seed)],
                 num_calibration_samples=self.subject.samples,
                 max_seq_length=self.subject.length,
-                shuffle_calibration_samples=False,
                 output_dir=folder,
                 verify=False,
                 report=False,
             )
             size = sum(one.stat().st_size for one in folder.glob("*.safetensors"))
-            found = lost(load(str(folder)), self._dense, self._held_out, 4)
+            batch = TOKENS // self.subject.length
+            found = lost(load(str(folder)), self._dense, self._held_out, batch)
         return {"bytes": size, "divergence": found["divergence"], "loss": found["loss"]}
 
     def search(self, python: str | None, bits: list[float], seed: int) -> dict[str, dict]:

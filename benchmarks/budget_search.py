@@ -116,8 +116,8 @@ def main() -> None:
     rows = [[name, f"{min(all_):.2f}"] for name, all_ in found.items()]
     bits = ", ".join(map(str, BITS))
     body = (
-        f"{subject.title}, {GRADIENTS} x {subject.length} tokens, candidates of {bits} bits, groups "
-        f"of {subject.group}; the least of {given.rounds} rounds. Written by "
+        f"{subject.title}, {GRADIENTS} x {subject.length} tokens, candidates of {bits} bits, "
+        f"groups of {subject.group}; the least of {given.rounds} rounds. Written by "
         f"`benchmarks/budget_search.py`.\n\n{table(['', 'processor seconds, one thread'], rows)}"
     )
     publish("The search of a bit budget", body, given.output)

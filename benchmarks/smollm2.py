@@ -51,13 +51,13 @@ def held_out_file(count: int = HELD_OUT) -> Path:
     return write(f"smollm2-held-out-{count}", ids)
 
 
-def calibration_files(seeds: Sequence[int]) -> dict[int, Path]:
+def calibration_files(seeds: Sequence[int], samples: int = SAMPLES) -> dict[int, Path]:
     """For each seed a JSON file with windows: half of each source, half English."""
     from llmcompressor.datasets.stdlib_text import calibration_texts  # noqa: PLC0415
 
     source, english = calibration_texts(), _topics(held_out=False)
     return {
-        seed: write(f"smollm2-calibration-{seed}", _drawn(source, english, seed, SAMPLES))
+        seed: write(f"smollm2-calibration-{seed}-{samples}", _drawn(source, english, seed, samples))
         for seed in seeds
     }
 
