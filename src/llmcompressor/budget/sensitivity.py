@@ -82,7 +82,7 @@ def measure_losses(
     names = {module: name for name, module in named_modules(model)}
     wanted = {name for own in options.sets for name in own}
     linears = [module for module, name in names.items() if name in wanted]
-    errors = _RoundingErrors(model, options, names, keep_in=keep_in)
+    errors = RoundingErrors(model, options, names, keep_in=keep_in)
     blocks = find_blocks(model)
     shelf = TensorStore(
         activation_budget(budget), device_activation_budget(model_device(model), device_memory)
@@ -138,7 +138,7 @@ def kept_losses(
             "another folder.",
         )
     names = {module: name for name, module in named_modules(model)}
-    errors = _RoundingErrors(model, options, names, kept=statistics)
+    errors = RoundingErrors(model, options, names, kept=statistics)
     _settle_all(errors, source)
     return errors.by_set(statistics.loss_of["tokens"])
 
@@ -152,12 +152,12 @@ def weight_errors(model: Module, options: BudgetOptions, source: BlockSource) ->
         source: loads the blocks.
     """
     names = {module: name for name, module in named_modules(model)}
-    errors = _RoundingErrors(model, options, names, without_data=True)
+    errors = RoundingErrors(model, options, names, without_data=True)
     _settle_all(errors, source)
     return errors.by_set(1)
 
 
-def _settle_all(errors: _RoundingErrors, source: BlockSource) -> None:
+def _settle_all(errors: RoundingErrors, source: BlockSource) -> None:
     """Settle block by block, each with its weights, and then all outside of blocks."""
     blocks = list(source.names)
     inside = {inner for block in blocks for inner in block.modules()}
@@ -228,18 +228,25 @@ class _Moments:
     Attributes:
         gradient_R: squares of the output's gradients, float32.
         input_C: squares of the inputs, float32.
+        felt_C: the same, of each token times the squares of its gradient, float32.
         gram_CC: their products, of the first of the Linears that share an input, if asked for.
         tokens: number of tokens.
     """
 
     gradient_R: Tensor
     input_C: Tensor
+    felt_C: Tensor
     gram_CC: Tensor | None = None
     tokens: int = 0
 
+    @property
+    def felt_mean(self) -> Tensor:
+        """The mean square of each input, of tokens weighted by the squares of their gradients."""
+        return self.felt_C / self.gradient_R.sum().clamp(min=torch.finfo(torch.float32).tiny)
+
 
 @dataclass
-class _RoundingErrors:
+class RoundingErrors:
     """Collects moments, and makes losses of them when the weights of a block are at hand."""
 
     model: Module
@@ -273,14 +280,17 @@ class _RoundingErrors:
         moments = self._moments.get(name)
         if moments is None:
             rows, columns = gradient_TR.shape[-1], input_TC.shape[-1]
-            empty = torch.zeros(rows + columns, dtype=torch.float32, device=input_TC.device)
-            moments = self._moments[name] = _Moments(empty[:rows], empty[rows:])
+            empty = torch.zeros(rows + 2 * columns, dtype=torch.float32, device=input_TC.device)
+            gradient_R, input_C, felt_C = torch.split(empty, [rows, columns, columns])
+            moments = self._moments[name] = _Moments(gradient_R, input_C, felt_C)
             is_used = self.options.modifier.compensates or self.keep_in is not None
             if is_used and self._leaders[name] == name:
                 moments.gram_CC = empty.new_zeros(columns, columns)
         moments.tokens += len(input_TC)
         add_column_squares(moments.gradient_R, gradient_TR)
         add_column_squares(moments.input_C, input_TC)
+        energy_T = torch.linalg.vector_norm(gradient_TR, dim=-1, dtype=torch.float32).square_()
+        add_column_squares(moments.felt_C, input_TC, energy_T)
         if moments.gram_CC is not None:
             add_upper_product(moments.gram_CC, input_TC)
 
@@ -298,13 +308,13 @@ class _RoundingErrors:
         if self.keep_in is not None:
             found = {name: self._moments[name] for name in own if name in self._moments}
             _write_moments(self.keep_in, block, found)
-        columns: dict[str, Tensor] = {}
+        shares: dict[str, Tensor] = {}
         for name, module in own.items():
-            self._losses[name] = self._losses_of(name, module, columns)
+            self._losses[name] = self._losses_of(name, module, shares)
         for name in own:
             self._moments.pop(name, None)
 
-    def _losses_of(self, name: str, module: Module, columns: dict[str, Tensor]) -> list[float]:
+    def _losses_of(self, name: str, module: Module, shares: dict[str, Tensor]) -> list[float]:
         weight_RC, moments = weight_of(module).detach(), self._moments.get(name)
         if self.without_data:
             gradient_R, column_C = (
@@ -315,7 +325,9 @@ class _RoundingErrors:
             return [0.0] * len(self.options.candidates)
         else:
             gradient_R, importance_C = moments.gradient_R, moments.input_C / moments.tokens
-            column_C = self._columns(name, moments, importance_C, columns)
+            column_C = moments.felt_mean
+            if (left_C := self._left_by_compensation(name, shares)) is not None:
+                column_C = column_C * left_C
         found = []
         for one in self.options.candidates:
             args = self.options.schemes[one][name].weights
@@ -324,21 +336,18 @@ class _RoundingErrors:
             found.append(loss_rise(weight_RC.float() - rounded.float(), gradient_R, column_C))
         return found
 
-    def _columns(
-        self, name: str, moments: _Moments, mean_C: Tensor, columns: dict[str, Tensor]
-    ) -> Tensor:
-        """What counts for each column: its mean square, or what compensation leaves of it."""
-        if not self.options.modifier.compensates:
-            return mean_C
+    def _left_by_compensation(self, name: str, shares: dict[str, Tensor]) -> Tensor | None:
+        """The share of each column's error that later columns do not make up for, if any do."""
         leader = self._leaders[name]
-        gram_CC = None if (first := self._moments.get(leader)) is None else first.gram_CC
-        if gram_CC is None or first is None:
-            return mean_C
-        if leader not in columns:
+        first = self._moments.get(leader)
+        if not self.options.modifier.compensates or first is None or first.gram_CC is None:
+            return None
+        if leader not in shares:
             ordered = getattr(self.options.modifier, "actorder", None) is not None
-            mirror_upper_(gram_CC).div_(first.tokens)
-            columns[leader] = compensated_columns(gram_CC, ordered=ordered)
-        return columns[leader]
+            gram_CC = mirror_upper_(first.gram_CC).div_(first.tokens)
+            pivots_C = compensated_columns(gram_CC, ordered=ordered)
+            shares[leader] = (pivots_C / gram_CC.diagonal()).nan_to_num_(0, 0, 0)
+        return shares[leader]
 
     def by_set(self, tokens: int) -> list[list[float]]:
         """The losses of each set and candidate, as a mean over ``tokens``."""
@@ -371,6 +380,7 @@ def _write_moments(writer: StatisticsWriter, block: str, moments: Mapping[str, _
     tensors: dict[str, Tensor] = {}
     for name, one in moments.items():
         tensors[f"{name}.gradient"], tensors[f"{name}.input"] = one.gradient_R, one.input_C
+        tensors[f"{name}.felt"] = one.felt_C
         if one.gram_CC is not None:
             tensors[f"{name}.gram"] = packed_upper(one.gram_CC)
     if moments:
@@ -383,7 +393,12 @@ def _read_moments(
     """The moments of a block; ``joined`` has the Linears with the same input, by the first."""
     tensors, tokens = statistics.loss(block)
     found = {
-        name: _Moments(tensors[f"{name}.gradient"], tensors[f"{name}.input"], tokens=count)
+        name: _Moments(
+            tensors[f"{name}.gradient"],
+            tensors[f"{name}.input"],
+            tensors[f"{name}.felt"],
+            tokens=count,
+        )
         for name, count in tokens.items()
     }
     for first, names in joined.items():

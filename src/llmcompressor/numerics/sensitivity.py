@@ -6,18 +6,25 @@ With y = W x and L the loss of a token, ΔW changes the mean loss by, to second 
 .. math:: \tfrac12\, \mathbb E\big[(\delta^\top \Delta W x)^2\big], \qquad
       \delta = \partial L / \partial y,
 
-if the token is drawn from the model's own distribution: then the Fisher matrix, the mean of the
-gradient's outer product, is the Hessian of the KL divergence from the model (arXiv:1412.1193,
-section 9). As in K-FAC (arXiv:1503.05671, equation 16) δ and x are taken for independent. Of both
-second moments the diagonals are kept, as errors of rounding have no common sign:
+if the token is drawn from what the model itself predicts: then the Fisher matrix, the mean of the
+outer product of the gradient, is the Hessian of the KL divergence from the model (arXiv:1412.1193,
+section 9). Of the products of rows and of columns the diagonals are kept, as errors of rounding
+have no common sign: the diagonal Fisher criterion of SqueezeLLM (arXiv:2306.07629, equation 4). It
+has a number for each weight. Here it is replaced by a factor for each row and one for each column,
+in which every token counts as much as the loss feels it,
 
 .. math:: \tfrac12 \sum_r g_r \sum_c \Delta W_{rc}^2\, h_c, \qquad
-      g_r = \mathbb E[\delta_r^2],\quad h_c = \mathbb E[x_c^2] .
+      g_r = \mathbb E[\delta_r^2],\quad
+      h_c = \frac{\mathbb E\big[\lVert\delta\rVert^2 x_c^2\big]}{\mathbb E \lVert\delta\rVert^2} .
 
-That is the diagonal Fisher criterion of SqueezeLLM (arXiv:2306.07629, equation 4) in factors. A
-solver that makes later columns compensate for the error of a column, as GPTQ does, leaves of h_c
-what later columns cannot: the pivot :math:`R_{cc}^2` of the factor of the Hessian in the order of
-the sweep (LDLQ, arXiv:2307.13304, Theorem 1; :mod:`llmcompressor.numerics.hessian`).
+It is exact for one row. K-FAC (arXiv:1503.05671, equation 16) takes δ and x for independent, which
+they are not: tokens whose inputs are a hundred times as large as others (massive activations,
+arXiv:2402.17762) are hardly felt.
+
+A solver that makes later columns compensate for the error of a column, as GPTQ does, leaves of the
+mean square of a column what later columns cannot: the pivot :math:`R_{cc}^2` of the factor of the
+Hessian in the order of the sweep (LDLQ, arXiv:2307.13304, Theorem 1;
+:mod:`llmcompressor.numerics.hessian`). h_c is multiplied by the share that is left.
 """
 
 from __future__ import annotations
@@ -39,7 +46,7 @@ def loss_rise(error_RC: Tensor, gradient_R: Tensor, column_C: Tensor) -> float:
     Args:
         error_RC: ΔW, floating dtype.
         gradient_R: g, float32 ``[R]``.
-        column_C: h, or the pivots, float32 ``[C]``.
+        column_C: h, times the share that compensation leaves of it, float32 ``[C]``.
 
     >>> ones = torch.ones(2)
     >>> loss_rise(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), ones, ones)
