@@ -156,13 +156,7 @@ def resolve_schemes(
             "Set one of them, for example scheme: W4A16. What another modifier of the recipe says "
             "is for that one alone: move it here.",
         )
-    owner: dict[str, str] = {}
-    for name, target in ((name, target) for name, one in groups.items() for target in one.targets):
-        if owner.setdefault(target, name) != name:  # loaders silently keep one of the groups
-            raise RecipeError(
-                f"The target {target!r} stands in {owner[target]!r} and in {name!r}.",
-                "Keep it in one of them.",
-            )
+    _check_targets(groups)
     own = dict(
         zip(ARGUMENT_FIELDS, (weight_observer, input_observer, output_observer), strict=True)
     )
@@ -197,6 +191,17 @@ def resolve_schemes(
         names_weight_observer="weights" in observers
         or any(one.weights is not None and one.weights.observer for one in groups.values()),
     )
+
+
+def _check_targets(groups: Mapping[str, QuantizationScheme]) -> None:
+    """Refuse a target that stands in two groups."""
+    owner: dict[str, str] = {}
+    for name, target in ((name, target) for name, one in groups.items() for target in one.targets):
+        if owner.setdefault(target, name) != name:  # loaders silently keep one of the groups
+            raise RecipeError(
+                f"The target {target!r} stands in {owner[target]!r} and in {name!r}.",
+                "Keep it in one of them.",
+            )
 
 
 def _groups(

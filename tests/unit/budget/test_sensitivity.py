@@ -61,7 +61,7 @@ def test_of_one_row_it_is_the_diagonal_of_the_fisher_matrix() -> None:
         assert value == pytest.approx(expected, rel=1e-4)
 
 
-def test_where_all_tokens_are_felt_alike_it_is_the_product_of_means() -> None:
+def test_of_tokens_felt_alike_it_is_the_product_of_means() -> None:
     linear, x_TC, _ = tokens(8)
     delta_TR = torch.randn(T, 8).sign()
     (found, _) = losses(linear, [(x_TC, delta_TR)], compensates=False)
@@ -69,7 +69,7 @@ def test_where_all_tokens_are_felt_alike_it_is_the_product_of_means() -> None:
     assert found == pytest.approx(0.5 * float(by_row_R.sum()), rel=1e-4)
 
 
-def test_compensation_leaves_all_of_inputs_that_do_not_correlate_and_little_of_others() -> None:
+def test_compensation_leaves_what_inputs_do_not_share() -> None:
     linear, _, _ = tokens(8)
     delta_TR = torch.randn(T, 8)
     apart_TC = torch.eye(C)[torch.arange(T)]

@@ -58,7 +58,7 @@ def test_no_fraction_of_the_extremes_loses_less(bits: int, symmetric: bool) -> N
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_problems_of_a_batch_and_rows_do_not_matter_to_each_other(symmetric: bool) -> None:
+def test_problems_and_rows_are_independent(symmetric: bool) -> None:
     grid = Grid("int", 3, symmetric)
     w_PRC, h_PC = weight(4), curvature(4)
     together = weighted_scales(w_PRC, h_PC, G, grid, torch.bfloat16)
@@ -80,7 +80,7 @@ def test_columns_that_do_not_count_are_cut_off() -> None:
     assert float(scale_11) == pytest.approx(0.3, rel=0.06)
 
 
-def test_scales_have_the_precision_of_the_file_and_are_never_zero() -> None:
+def test_scales_are_those_of_the_file_and_never_zero() -> None:
     w_RC = weight()
     w_RC[0] = 0
     scale_RG, _ = weighted_scales(w_RC, curvature(), G, Grid("int", 4), torch.bfloat16)
