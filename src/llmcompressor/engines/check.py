@@ -29,7 +29,13 @@ from llmcompressor.engines.decoded import (
     write_cut,
     write_decoded,
 )
-from llmcompressor.engines.overruled import as_notes, explained, overruled, refusals
+from llmcompressor.engines.overruled import (
+    as_notes,
+    explained,
+    overruled,
+    refusals,
+    warned,
+)
 from llmcompressor.engines.process import Answer, check_engine, run_job
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
@@ -68,6 +74,7 @@ _KILLED = (
     "Leave it more memory, or verify where there is more; where memory was not short, see who "
     "ended it."
 )
+_AS_TOLD = "Do what those rules say, or serve it with another server."
 _OF_MODEL = "Take a release of the engine that knows the model."
 _CRASHED = "Take another release of the engine or another machine."
 _CPU = "A device that the engine has a kernel for runs it."
@@ -234,14 +241,14 @@ class _Trial:
             return
         did = "refuses it" if answer.is_refusal else "has loaded it and failed"
         status = "refused" if answer.is_refusal else "failed"
-        control = "" if any(self._rules()) else self._fails_alike(answer)
+        control = "" if self._rules else self._fails_alike(answer)
         self.told = replace(self.told, status=status, alike=control)
         said = f"The engine {did}: {_sentence(answer.error)}"
         if control:
             said += f" So it does with the {control} model: its codes are not the reason."
         elif answer.is_refusal:
             said += f" {self._beside()}"
-        remedy = _OF_MODEL if control else _WHOLE
+        remedy = _OF_MODEL if control else _AS_TOLD if self._rules else _WHOLE
         self._say("E1" if answer.is_refusal else "E5", "", said, remedy)
 
     def _lost(self, answer: Answer) -> list[str]:
@@ -283,13 +290,18 @@ class _Trial:
         return name if is_alike and other.error and not other.is_broken_off else ""
 
     def _beside(self) -> str:
-        rules = ", ".join(dict.fromkeys(self._rules()))
+        rules = ", ".join(self._rules)
         return f"So do its rules ({rules})." if rules else "No rule of verify has told it."
 
-    def _rules(self) -> Iterator[str]:
-        for one in self.report.findings:
-            if one.severity is Severity.ERROR and one.server in ("", self.engine.name):
-                yield one.rule
+    @cached_property
+    def _rules(self) -> tuple[str, ...]:
+        """The rules that have told it: what refuses it here is a warning if no server was named."""
+        name, findings = self.engine.name, self.report.findings
+        told = [
+            one for one in findings if one.severity is Severity.ERROR and one.server in ("", name)
+        ]
+        told += warned(findings, self.source, name)
+        return tuple(dict.fromkeys(one.rule for one in told))
 
     # ------------------------------------------------------------------ what that says of rules
 

@@ -45,6 +45,34 @@ def refusals(findings: Iterable[Finding], server: str) -> list[Finding]:
     ]
 
 
+def warned(findings: Iterable[Finding], source: Source, server: str) -> list[Finding]:
+    """Warnings that are errors where that server alone is asked about, on one device.
+
+    Args:
+        findings: of ``verify``.
+        source: the checkpoint, and the blocks that run.
+        server: its name.
+    """
+    told = [one for one in findings if one.server == server and one.severity is Severity.WARNING]
+    if not told:
+        return []
+    refused = {
+        (one.rule, one.message)
+        for one in _of_one_device(source, server)
+        if one.severity is Severity.ERROR
+    }
+    return [
+        one
+        for one in told
+        if (one.rule, one.message) in refused and source.counts(f"{one.module}.")
+    ]
+
+
+def _of_one_device(source: Source, server: str) -> list[Finding]:
+    tried = Deployment(server, tp=(1,), dtype=source.dtype)
+    return check_view(View(source.files.config, source.view.headers, source.files.read, tried))
+
+
 def overruled(
     told: Collection[Finding], source: Source, server: str, deployment: Deployment
 ) -> list[Finding]:
@@ -61,9 +89,7 @@ def overruled(
     """
     if deployment.gpu is not None:
         return []
-    tried = Deployment(server, tp=(1,), dtype=source.dtype)
-    view = View(source.files.config, source.view.headers, source.files.read, tried)
-    known = {(one.rule, one.message) for one in check_view(view)}
+    known = {(one.rule, one.message) for one in _of_one_device(source, server)}
     known &= {(one.rule, one.message) for one in told if source.counts(f"{one.module}.")}
 
     def is_of_it(one: Finding) -> bool:

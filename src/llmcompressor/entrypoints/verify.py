@@ -184,10 +184,22 @@ def verify_written(
     if broken := _broken(report):
         raise CheckpointError(
             f"What was written is not good: {_format_findings(broken).rstrip('.')}.",
-            "It was not given its name. Look at it with `llmcompressor verify`, or leave the check "
-            "out with verify=False (--no-verify).",
+            f"It was not given its name. {_remedy(broken)}",
         )
     return _summarize_report(report)
+
+
+def _remedy(broken: Iterable[Finding]) -> str:
+    """Return what to do about an output without its name."""
+    if all(one.rule in _OF_ENGINES for one in broken):
+        return (
+            "Have it written without verify_with (--verify-with), and look at it with "
+            "`llmcompressor verify OUTPUT --with ENGINE`."
+        )
+    return (
+        "To look at it with `llmcompressor verify`, leave the check out with verify=False "
+        "(--no-verify)."
+    )
 
 
 def verify_saved(
@@ -420,7 +432,7 @@ def _errors(found: Iterable[Finding]) -> list[Finding]:
 
 
 def _format_findings(findings: Iterable[Finding]) -> str:
-    told = (f"{one.module}: {one.message} {one.remedy}".strip() for one in findings)
+    told = (f"{one.module or 'the model'}: {one.message} {one.remedy}".strip() for one in findings)
     return join_names(told, most=_MOST_SHOWN, separator="; ")
 
 

@@ -168,6 +168,29 @@ def test_a_refusal_stands_beside_the_rules(
     assert report.engine.status == "refused"
 
 
+@pytest.mark.parametrize("server", [None, "vllm"])
+def test_a_refusal_that_a_rule_warns_of(
+    server: str | None, good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one server alone refuses is a warning if none is named; other devices are no reason."""
+    sample = good("W4A16")
+    sample.group["input_activations"] = {
+        **{"num_bits": 8, "type": "float", "strategy": "token"},
+        **{"dynamic": True, "symmetric": True},
+    }
+
+    def run_job(job: Any, folder: Path, *_: Any) -> Answer:
+        return Answer("loading", "NotImplementedError: No scheme") if job["rows"] else answer(job)
+
+    monkeypatch.setattr(check, "run_job", run_job)
+    folder = sample.write(tmp_path / "model")
+    report = tried(folder, Engine("vllm", "python"), deployment=Deployment(server))
+    [refused] = [one for one in report.findings if one.rule == "E1"]
+    assert refused.message.endswith("So do its rules (S48).")
+    assert "Do what those rules say" in refused.remedy
+    assert len({one.rule for one in report.findings if one.server == "vllm"}) > 2  # S39 too
+
+
 @pytest.mark.parametrize("stage", ["loading", "running"])
 @pytest.mark.parametrize("name", ["original", "decoded", ""])
 def test_a_refusal_of_the_model_as_such(
@@ -413,7 +436,8 @@ def test_what_an_engine_refuses_of_a_run_gets_no_name(
     good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "run_job", lambda *_: Answer("loading", "KeyError: 'up'"))
-    with pytest.raises(CheckpointError, match="The engine refuses it: KeyError: 'up'"):
+    said = "the model: The engine refuses it: KeyError: 'up'.*without verify_with"
+    with pytest.raises(CheckpointError, match=said):
         verify_written(good("W4A16").write(tmp_path / "model"), engine=HERE)
 
 
