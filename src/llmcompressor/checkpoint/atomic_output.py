@@ -371,7 +371,7 @@ def remove_superseded(target: Path) -> None:
     It is removed if it was made of the same model. Else it stays, and a warning tells.
     """
     folder = rejected_folder(target)
-    if not folder.exists():
+    if not folder.exists() or not any(folder.iterdir()):
         return
     try:
         is_superseded = is_rejected(folder) and source_of(folder) == source_of(target)

@@ -364,6 +364,12 @@ def _reproduce(
         str | None, typer.Option(help="The model, if it is not where it was for the run.")
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="The data, likewise.")] = None,
+    gate_dataset: Annotated[
+        str | None, typer.Option(help="The text that gates are measured on, likewise.")
+    ] = None,
+    gate_reference: Annotated[
+        str | None, typer.Option(help="The original that gates compare with, likewise.")
+    ] = None,
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Keep what is made in this folder.")
     ] = None,
@@ -376,7 +382,12 @@ def _reproduce(
     """
     with report_errors(debug=debug):
         found = entrypoint("entrypoints.reproduce:reproduce", verbose)(
-            checkpoint, model=model, dataset=dataset, output_dir=output
+            checkpoint,
+            model=model,
+            dataset=dataset,
+            gate_dataset=gate_dataset,
+            gate_reference=gate_reference,
+            output_dir=output,
         )
         typer.echo(str(found))
         if not found.same:

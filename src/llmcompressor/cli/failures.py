@@ -59,6 +59,11 @@ def report_errors(*, debug: bool, resumable: bool = False) -> Iterator[None]:
     except CompressorError as error:
         _say(f"Error: {error}", debug)
         raise typer.Exit(CANNOT_BE_USED) from None
+    except PermissionError as error:
+        place = error.filename or error
+        said = f"Error: There is no permission for {place}: the system says {error.strerror}."
+        _say(f"{said} Change its permissions, or run as a user who has them.", debug)
+        raise typer.Exit(CANNOT_BE_USED) from None
     except Exception as error:
         hint = "" if debug else " Run it again with --debug for the traceback."
         what = str(error).strip().rstrip(".") or "no message"

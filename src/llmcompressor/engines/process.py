@@ -31,6 +31,7 @@ TIMEOUT = 900.0
 """Seconds that an engine has for one model, unless another number is given."""
 _RUNNER = Path(__file__).parent / "runner"
 _PACKAGE = "llmcompressor_runner"
+_ANSWER = "llmcompressor-lacks"
 _LOOK = 60.0
 """Seconds to find out whether an environment has an engine."""
 _GRACE = 5.0
@@ -126,7 +127,15 @@ def check_engine(engine: str, python: str | os.PathLike[str] | None, timeout: fl
             "Give the path of the one in the engine's environment, such as ENV/bin/python.",
         )
     found = os.path.abspath(found)  # links stay: by them an environment is found
-    if not _has(found, engine):
+    is_there = _has(found, engine)
+    if is_there is None:
+        raise ArgumentError(
+            f"{found} did not say whether its environment has {engine}: it ended with an error, "
+            "or runs no Python code.",
+            "Give the Python of the engine's environment, such as ENV/bin/python, and see that it "
+            "starts.",
+        )
+    if not is_there:
         raise ArgumentError(
             f"The environment of {found} has no {engine}.",
             f"Install {engine} there, or name the Python of an environment that has it by --python "
@@ -135,8 +144,11 @@ def check_engine(engine: str, python: str | os.PathLike[str] | None, timeout: fl
     return found
 
 
-def _has(python: str, engine: str) -> bool:
-    asked = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({engine!r}) is None)"
+def _has(python: str, engine: str) -> bool | None:
+    """``None`` if the program gives no answer."""
+    asked = (
+        f"import importlib.util; print({_ANSWER!r}, importlib.util.find_spec({engine!r}) is None)"
+    )
     try:
         done = subprocess.run(
             [python, "-c", asked],
@@ -147,8 +159,10 @@ def _has(python: str, engine: str) -> bool:
             timeout=_LOOK,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+        return None
+    lines = done.stdout.decode(errors="replace").split("\n")  # an environment may print more
+    said = [line.split()[1] for line in lines if line.startswith(f"{_ANSWER} ")]
+    return said[-1] == "False" if said else None
 
 
 def _environment(python: str) -> dict[str, str]:

@@ -334,7 +334,7 @@ class Task:
             )
         folder = rejected_folder(self.output_dir)
         check_output_dir(folder, source=self.source, is_ours=True)
-        if folder.exists() and not is_rejected(folder):
+        if folder.exists() and any(folder.iterdir()) and not is_rejected(folder):
             raise OutputError(
                 f"{folder} is where a checkpoint goes that does not keep its gates, and it holds "
                 "something else.",

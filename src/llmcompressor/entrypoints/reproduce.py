@@ -41,9 +41,12 @@ _PLACES = (
     *("gate_dataset", "gate_reference", "statistics"),
 )
 """Arguments that may be paths."""
+_OPTIONS = ("model", "dataset", "gate_dataset", "gate_reference")
+"""Arguments that the command takes."""
 _TRUST = ("trust_remote_code_model", "trust_remote_code_data")
 """Arguments that let code of others run: whoever reproduces gives them, not a manifest."""
 
+_GIVE = "reproduce(..., {}=...)"
 _FIXED = {"recipe", "report", "verify", "resume", "overwrite"}
 """Arguments of a run that are not given again."""
 
@@ -150,12 +153,14 @@ class _Call:
         arguments: with those that are given now.
         recipe: the text of the recipe; ``None`` where the arguments say it.
         moment: which templates take for the present one.
+        is_model_given: the model is not the one that is recorded.
     """
 
     function: str
     arguments: Mapping[str, Any]
     recipe: str | None
     moment: str | None
+    is_model_given: bool
 
     @classmethod
     def read(cls, folder: Path, manifest: Mapping[str, Any], given: Mapping[str, Any]) -> _Call:
@@ -174,7 +179,8 @@ class _Call:
         for name, value in arguments.items():
             if name not in given:
                 _check_recorded(name, value)
-        return cls(call["function"], arguments, call.get("recipe"), about.get("moment"))
+        recipe, moment = call.get("recipe"), about.get("moment")
+        return cls(call["function"], arguments, recipe, moment, "model" in given)
 
     def rendered(self) -> Any:
         """Return the context in which templates take the run's moment for the present one."""
@@ -188,6 +194,13 @@ class _Call:
             _FUNCTIONS[self.function](self, place)
         except GateError as error:
             return Path(error.folder)
+        except CheckpointError as error:
+            model = self.arguments["model"]
+            if self.is_model_given or not isinstance(model, str) or local_directory(model):
+                raise
+            raise CheckpointError(
+                error.problem, f"If it lies elsewhere, give it: {_GIVE.format('model')}, --model."
+            ) from error
         return place
 
 
@@ -212,8 +225,8 @@ _FUNCTIONS: Mapping[str, Callable[[_Call, Path], None]] = {
 
 def _check_recorded(name: str, value: Any) -> None:
     """Refuse an argument that cannot be given again as it is recorded."""
-    remedy = f"Give it: reproduce(..., {name}=...)"
-    remedy += f", --{name}." if name in ("model", "dataset") else "."
+    remedy = f"Give it: {_GIVE.format(name)}"
+    remedy += f", --{name.replace('_', '-')}." if name in _OPTIONS else "."
     if name in _TRUST and value:
         raise ArgumentError(
             f"The run was given {name}, which lets code that lies beside a model run here, and a "

@@ -252,6 +252,16 @@ def test_a_wrong_gate_of_a_recipe(model: str, out: Path) -> None:
         oneshot(model=model, recipe={**gated.ROUNDED, "gates": {"top1": 2}}, output_dir=out)
 
 
+@pytest.mark.parametrize("way", [gated.streamed, gated.in_memory])
+def test_an_empty_folder_of_that_name_holds_nothing_else(
+    way: Way, model: str, out: Path, held_out: str
+) -> None:
+    rejected(out).mkdir(parents=True)
+    with pytest.raises(GateError):
+        way(model, out, gates=gated.IMPOSSIBLE, gate_dataset=held_out)
+    assert verify(rejected(out)).verdict == "good"
+
+
 def test_another_folder_of_that_name_stays(model: str, out: Path, held_out: str) -> None:
     gated.streamed(model, rejected(out))
     with pytest.raises(OutputError, match="something else"):

@@ -167,6 +167,18 @@ def test_what_is_gone_is_named(model: Path, data: Path, tmp_path: Path) -> None:
         assert (ended.value.code or 0) == code
 
 
+def test_a_model_that_is_gone_and_whose_path_could_be_of_the_hub(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    oneshot(model="model", recipe=QuantizationModifier(**SCHEME), output_dir="out")
+    reset_session()
+    model.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="--model"):
+        reproduce("out")
+    assert reproduce("out", model="moved").same
+
+
 def test_a_manifest_cannot_allow_or_send_anything(model: Path, data: Path) -> None:
     """A manifest may come from others: it neither trusts their code nor publishes a result."""
     out = streamed(model, data)

@@ -176,6 +176,14 @@ def test_the_unforeseen_is_one_paragraph_with_a_hint(oneshot: Entrypoint) -> Non
     assert "--debug" in result.stderr
 
 
+def test_a_file_without_permission(oneshot: Entrypoint) -> None:
+    oneshot.fail(PermissionError(13, "Permission denied", "model/config.json"))
+    result = run(*ONESHOT)
+    assert result.exit_code == 2
+    assert "no permission for model/config.json" in result.stderr
+    assert "Change its permissions" in result.stderr
+
+
 @pytest.mark.parametrize("error", [RecipeError("No."), KeyError("layer")])
 def test_the_traceback_comes_with_debug_only(oneshot: Entrypoint, error: Exception) -> None:
     oneshot.fail(error)

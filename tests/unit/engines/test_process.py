@@ -195,6 +195,8 @@ def test_another_python_has_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -
         ("transformers", "no/such/python", None, "no Python interpreter no/such/python"),
         ("transformers", None, 0, "0 seconds"),
         ("sglang", None, None, "has no sglang. Install sglang there"),
+        ("vllm", "/bin/false", None, "did not say whether its environment has vllm"),
+        ("vllm", "/bin/echo", None, "did not say whether its environment has vllm"),
     ],
 )
 def test_an_engine_that_is_not_there(
