@@ -180,7 +180,13 @@ def verify_written(
     """
     report = verify_files(folder, kinds=kinds, source=source)
     if engine is not None and not _broken(report):
-        report = verify_with(report, engine, is_trial=True)
+        try:
+            report = verify_with(report, engine, is_trial=True)
+        except ArgumentError as error:  # an error of the call would discard what is finished
+            raise CheckpointError(
+                f"What was written could not be run in {engine.name}: {error.problem}",
+                f"{error.remedy} Or leave verify_with (--verify-with) out.",
+            ) from error
     if broken := _broken(report):
         raise CheckpointError(
             f"What was written is not good: {_format_findings(broken).rstrip('.')}.",

@@ -17,7 +17,7 @@ from tests.support.checkpoint_samples import Sample
 from tests.support.in_process import HERE, answer, run_here
 from tests.support.small_architectures import build
 
-from llmcompressor import verify
+from llmcompressor import oneshot, reset_session, verify
 from llmcompressor.engines import check
 from llmcompressor.engines.check import Engine, verify_with
 from llmcompressor.engines.compare import tolerance_of
@@ -436,9 +436,26 @@ def test_what_an_engine_refuses_of_a_run_gets_no_name(
     good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "run_job", lambda *_: Answer("loading", "KeyError: 'up'"))
-    said = "the model: The engine refuses it: KeyError: 'up'.*without verify_with"
+    said = r"the model: The engine refuses it: KeyError: 'up'.*without verify_with"
     with pytest.raises(CheckpointError, match=said):
         verify_written(good("W4A16").write(tmp_path / "model"), engine=HERE)
+
+
+def test_an_engine_that_fails_at_the_end_of_a_run_discards_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same call with more time, or without the engine, goes on from what is finished."""
+    late = Answer("importing", "it was not done after 2 seconds", is_late=True)
+    monkeypatch.setattr(check, "run_job", lambda *_: late)
+    recipe = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
+    given: dict[str, Any] = {"model": str(source), "recipe": recipe, "output_dir": tmp_path / "out"}
+    with pytest.raises(CheckpointError, match=r"not done after 2 seconds.*more time by --timeout"):
+        oneshot(**given, verify_with="transformers")
+    assert (tmp_path / "out.partial" / "journal").is_file()
+    reset_session()
+    oneshot(**given, resume="must")
+    reset_session()
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_a_python_without_an_engine(tmp_path: Path) -> None:
