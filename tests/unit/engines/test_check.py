@@ -441,7 +441,7 @@ def test_what_an_engine_refuses_of_a_run_gets_no_name(
         verify_written(good("W4A16").write(tmp_path / "model"), engine=HERE)
 
 
-def test_an_engine_that_fails_at_the_end_of_a_run_discards_nothing(
+def test_an_engine_that_does_not_start_discards_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same call with more time, or without the engine, goes on from what is finished."""
