@@ -156,7 +156,7 @@ def resolve_schemes(
             "Set one of them, for example scheme: W4A16. What another modifier of the recipe says "
             "is for that one alone: move it here.",
         )
-    _check_targets(groups)
+    _refuse_shared_targets(groups)
     own = dict(
         zip(ARGUMENT_FIELDS, (weight_observer, input_observer, output_observer), strict=True)
     )
@@ -193,7 +193,7 @@ def resolve_schemes(
     )
 
 
-def _check_targets(groups: Mapping[str, QuantizationScheme]) -> None:
+def _refuse_shared_targets(groups: Mapping[str, QuantizationScheme]) -> None:
     """Refuse a target that stands in two groups."""
     owner: dict[str, str] = {}
     for name, target in ((name, target) for name, one in groups.items() for target in one.targets):
