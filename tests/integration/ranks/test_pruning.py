@@ -22,4 +22,4 @@ def test_sparsegpt(runs):
 def test_gptq_right_after_sparsegpt(runs):
     pruning: dict[str, Any] = {**HALF, "mask_structure": "2:4", "asymmetric": True}
     quantization = {**LINEARS, "scheme": "W4A16"}
-    runs.check({"SparseGPTModifier": pruning, "GPTQModifier": quantization}, most=0.0025)
+    runs.check({"SparseGPTModifier": pruning, "GPTQModifier": quantization}, most=0.004)

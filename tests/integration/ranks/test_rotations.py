@@ -24,4 +24,5 @@ def test_rotated_weights_are_solved_alike(runs, rotation):
 def test_learned_rotations_take_the_gradients_of_all_samples(runs):
     learned = {"learnable": True, "learning_steps": 3}
     rounding = {"QuantizationModifier": {**LINEARS, "scheme": "W4A16"}}
-    runs.check({"SpinQuantModifier": learned, **rounding}, batch_size=4)
+    # the sums of gradients are rounded in another order, and each step carries that on
+    runs.check({"SpinQuantModifier": learned, **rounding}, batch_size=4, most=0.004)

@@ -90,7 +90,8 @@ def test_gradients_are_those_of_a_plain_backward(name: str) -> None:
     assert found.keys() == expected.keys()
     assert found
     for own, value in expected.items():
-        torch.testing.assert_close(found[own], value, rtol=1e-4, atol=1e-6)
+        rounding = 1e-5 * float(value.abs().max())  # of sums of both signs
+        torch.testing.assert_close(found[own], value, rtol=1e-4, atol=max(1e-6, rounding))
     assert all(one.grad is None for one in model.parameters())
     assert [one.requires_grad for one in model.parameters()] == flags
 
