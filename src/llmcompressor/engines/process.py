@@ -44,7 +44,10 @@ _CRASHES = frozenset(
     | {signal.SIGSYS, signal.SIGTRAP}
 )
 """Signals that a process gets for what it does itself."""
-_NO_CODE = re.compile(r"has no attribute 'cpu_linear'|^NotImplementedError")
+_NO_CODE = re.compile(
+    r"has no attribute 'cpu_linear'|^NotImplementedError|^AttributeError: module 'triton'"
+)
+"""What an engine raises that has no code for the device; Triton is a stand-in where it lacks."""
 _NOISE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -95,7 +98,8 @@ class Answer:
     def may_lack_a_kernel(self) -> bool:
         """True if the engine may do so on another device: it refuses, or has no code for this one.
 
-        vLLM has none for rotations in the forward on a CPU, and finds out when it runs.
+        vLLM has none for rotations in the forward and for packed embeddings on a CPU, and finds out
+        when it runs.
         """
         return self.is_refusal or _NO_CODE.search(self.error) is not None
 
