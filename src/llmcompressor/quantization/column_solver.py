@@ -335,8 +335,9 @@ def _solve_by_sweep(problems: Sequence[Problem], options: Options) -> list[Solut
         settled_RC = conditional_optimum(weight_RC, found.rounded_RC, gram_CC, dampening=dampening)
         if kept_RC is not None:
             settled_RC.masked_fill_(~kept_RC, 0)
-    parts = (found.rounded_RC, found.loss_R, *(found.scales[:2] if changed else (None, None)))
-    each = [_unstacked(one, len(problems)) for one in (*parts, settled_RC)]
+    scale_RG, zero_RG = (found.scales.scale_RG, found.scales.zero_RG) if changed else (None, None)
+    parts = (found.rounded_RC, found.loss_R, scale_RG, zero_RG, settled_RC)
+    each = [_unstacked(one, len(problems)) for one in parts]
     pairs = zip(problems, *each, strict=True)
     return [_solution(problem, dampening, *own) for problem, *own in pairs]
 
