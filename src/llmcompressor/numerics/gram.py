@@ -13,6 +13,7 @@ inputs             product
 CUDA, 16 bit       16-bit operands, float32 accumulation and float32 result: exact products
 CPU                the upper block triangle only, in float32; operands that came from bfloat16
                    are multiplied as bfloat16, which is exact, and summed in float32
+CPU, rounded       :class:`Int8Columns`: exact products of 8-bit integers
 float64            in float64, on any device
 =================  =============================================================================
 
@@ -32,6 +33,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmcompressor.numerics.int8_products import (
+    Int8Columns,
+    add_int8_product,
+    int8_columns,
+    prefers_int8,
+)
+from llmcompressor.numerics.products import parallel_matmul
 from llmcompressor.runtime.threads import parallel_for
 
 CHUNK_TOKENS = 2048
@@ -48,11 +56,19 @@ _NARROWEST = 128
 """Columns of a block row below which its products are too small to be fast."""
 
 
-def add_upper_product(gram_CC: Tensor, input_TC: Tensor) -> None:
+def fast_operand(input_TC: Tensor, sums: torch.dtype) -> Tensor | Int8Columns:
+    """Tokens as they are multiplied fastest for sums of that dtype: rounded, or as they are."""
+    return int8_columns(input_TC.detach()) if prefers_int8(input_TC, sums) else input_TC
+
+
+def add_upper_product(gram_CC: Tensor, input_TC: Tensor | Int8Columns) -> None:
     """Add ``XᵀX`` to the upper triangle of ``gram_CC``; the lower one is undefined afterwards.
 
     :func:`mirror_upper_` completes the matrix: once, after many of these.
     """
+    if isinstance(input_TC, Int8Columns):
+        add_int8_product(gram_CC, input_TC, input_TC, upper=True)
+        return
     input_TC = input_TC.detach()
     _add_product(gram_CC, input_TC, input_TC, upper=True)
 
@@ -196,13 +212,24 @@ def _allow_bfloat16_products(operands: torch.dtype, sums: torch.dtype) -> Iterat
         products.fp32_precision = before
 
 
-def add_cross_product(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor) -> None:
-    """Add ``Yᵀ(X − Y)`` to ``cross_CC``, whose rows belong to Y, from Y and X − Y in one dtype."""
+def add_cross_product(
+    cross_CC: Tensor, input_TC: Tensor | Int8Columns, difference_TC: Tensor
+) -> None:
+    """Add ``Yᵀ(X − Y)`` to ``cross_CC``, whose rows belong to Y, from Y and X − Y in one dtype.
+
+    If Y is rounded to integers, so is X − Y.
+    """
+    if isinstance(input_TC, Int8Columns):
+        add_int8_product(cross_CC, input_TC, int8_columns(difference_TC))
+        return
     _add_product(cross_CC, input_TC, difference_TC, upper=False)
 
 
 def add_residual_product(
-    missing_RC: Tensor, weight_RC: Tensor, input_TC: Tensor, difference_TC: Tensor
+    missing_RC: Tensor,
+    weight_RC: Tensor,
+    input_TC: Tensor | Int8Columns,
+    difference_TC: Tensor,
 ) -> None:
     """Add ``W (X − Y)ᵀ Y``, the output residual by input column, to ``missing_RC``.
 
@@ -210,6 +237,10 @@ def add_residual_product(
     the dtype of the activations, as all outputs and ``weight_RC`` do; the sums are as in the cross
     product.
     """
+    if isinstance(input_TC, Int8Columns):
+        lacking_TR = parallel_matmul(_pad_tokens(difference_TC), weight_RC.T)
+        add_int8_product(missing_RC, int8_columns(lacking_TR), input_TC)
+        return
     if input_TC.device.type == "cuda" and input_TC.dtype == torch.bfloat16:
         lacking_TR = difference_TC @ weight_RC.T
         missing_RC += torch.mm(lacking_TR.T, input_TC, out_dtype=torch.float32)

@@ -9,21 +9,30 @@ That is the output error of rounding to nearest, of inputs that do not correlate
 begins from these scales loses less than one from the extremes: with few bits most of the range of
 a group is for its largest value.
 
+The ranges tried are fractions of the extremes: tenths first, and then a twentieth above and below
+the best of them. In units of the scale, with t = w / s + z, the error of a value is
+``t − round(clamp(t))``.
+
 Shapes: R rows, C columns, G groups of K = C / G consecutive columns; leading batch dimensions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.range_search import ShrinkSearch, search_range
 from llmcompressor.numerics.scales import scales_from_range
 from llmcompressor.runtime.threads import parallel_spans
 
-_SEARCH = ShrinkSearch(maxshrink=0.7, patience=0, resolution=20, norm=2.0)
-"""Ranges down to a third of the extremes: at 2 bits the best is about a half."""
+FRACTIONS = (1.0, 0.85, 0.7, 0.55, 0.4)
+"""Parts of the extremes that are tried for all cells: at 2 bits the best is about a half."""
+STEPS = (0.075, 0.0375)
+"""By how much parts above and below the best of them differ from it, one after the other."""
+_CHUNK_ELEMENTS, _LARGE_CHUNK = 1 << 17, 1 << 24
+"""Elements that all candidates are tried on at once: they fit a processor's cache; elsewhere."""
 
 
 def weighted_scales(
@@ -49,24 +58,75 @@ def weighted_scales(
     >>> bool(scale < 0.5)
     True
     """
-    shape = *weight_RC.shape[:-1], groups
-    scale_RG = torch.empty(shape, dtype=torch.float32, device=weight_RC.device)
-    zero_RG = None if grid.symmetric else torch.empty_like(scale_RG)
-    width = weight_RC.shape[-1] // groups
-    importance_PK = curvature_C.reshape(-1, width)
-    batches = curvature_C.numel() // curvature_C.shape[-1]
+    weight_RGK = weight_RC.unflatten(-1, (groups, -1))  # type: ignore[no-untyped-call]
+    importance_1GK = curvature_C.unflatten(-1, (groups, -1)).unsqueeze(-3)  # type: ignore[no-untyped-call]
+    scale_RG = weight_RC.new_empty(weight_RGK.shape[:-1], dtype=torch.float32)
+    zero_RG = torch.empty_like(scale_RG)
 
     def search(rows: slice) -> None:
-        # the group changes first, then the problem of a batch, then the row: as importance repeats
-        part_BRC = weight_RC[..., rows, :].reshape(batches, -1, weight_RC.shape[-1])
-        cells_NK = part_BRC.transpose(0, 1).reshape(-1, width)
-        ends = search_range(cells_NK, grid, _SEARCH, importance_PN=importance_PK)
-        found = scales_from_range(*ends, grid, stored_in=stored)
-        for target_RG, found_N in zip((scale_RG, zero_RG), found, strict=True):
-            if target_RG is not None:
-                part_RG = target_RG[..., rows, :]
-                found_BRG = found_N.view(-1, batches, groups).transpose(0, 1)
-                part_RG.copy_(found_BRG.reshape(part_RG.shape))
+        cells = _Cells(weight_RGK[..., rows, :, :], importance_1GK, grid, stored)
+        scale_RG[..., rows, :], zero_RG[..., rows, :] = cells.search()
 
     parallel_spans(search, weight_RC.shape[-2], weight_RC.device)
-    return scale_RG, zero_RG
+    return scale_RG, None if grid.symmetric else zero_RG
+
+
+class _Cells:
+    """Some rows of a weight, and the search for their scales."""
+
+    def __init__(
+        self, weight_RGK: Tensor, importance_1GK: Tensor, grid: Grid, stored: torch.dtype
+    ) -> None:
+        self._weight_RGK, self._importance_1GK = weight_RGK, importance_1GK
+        self._grid, self._stored = grid, stored
+        self._lowest_RG, self._highest_RG = weight_RGK.amin(-1), weight_RGK.amax(-1)
+        rows = weight_RGK.shape[-3]
+        width = weight_RGK.numel() // max(rows, 1)
+        limit = _CHUNK_ELEMENTS if weight_RGK.device.type == "cpu" else _LARGE_CHUNK
+        height = min(max(limit // max(width, 1), 1), rows)
+        self._chunks = [slice(lo, min(lo + height, rows)) for lo in range(0, rows, height)]
+        self._scratch = [torch.empty_like(weight_RGK[..., :height, :, :]) for _ in range(2)]
+
+    def search(self) -> tuple[Tensor, Tensor]:
+        """The scale and zero point of each cell, float32 ``[..., R, G]``."""
+        one_RG = torch.ones_like(self._lowest_RG)
+        share_RG, scale_RG, zero_RG, error_RG = self._best_of([p * one_RG for p in FRACTIONS])
+        for step in STEPS:
+            near = [(share_RG + way * step).clamp(max=1.0) for way in (1, -1)]
+            *found, least_RG = self._best_of(near)
+            better_RG = least_RG < error_RG
+            error_RG = torch.where(better_RG, least_RG, error_RG)
+            pairs = zip(found, (share_RG, scale_RG, zero_RG), strict=True)
+            share_RG, scale_RG, zero_RG = (torch.where(better_RG, new, old) for new, old in pairs)
+        return scale_RG, zero_RG
+
+    def _best_of(self, shares: Sequence[Tensor]) -> list[Tensor]:
+        """Of several parts of the extremes the best: part, scale, zero point and error."""
+        share_FRG = torch.stack(list(shares))
+        ends = share_FRG * self._lowest_RG, share_FRG * self._highest_RG
+        scale_FRG, zero_FRG = scales_from_range(*ends, self._grid, stored_in=self._stored)
+        scale_FRG, zero_FRG = scale_FRG.float(), zero_FRG.float()
+        error_FRG = self._errors(scale_FRG, None if self._grid.symmetric else zero_FRG)
+        best_1RG = error_FRG.nan_to_num_(nan=torch.inf).argmin(dim=0, keepdim=True)
+        every = (share_FRG, scale_FRG, zero_FRG, error_FRG)
+        return [one_FRG.gather(0, best_1RG)[0] for one_FRG in every]
+
+    def _errors(self, scale_FRG: Tensor, zero_FRG: Tensor | None) -> Tensor:
+        """Sums of the weighted squares of rounding errors, float32 ``[F, ..., R, G]``."""
+        inverse_FRG1 = scale_FRG.reciprocal().unsqueeze(-1)
+        error_FRG = torch.empty_like(scale_FRG)
+        least, greatest = self._grid.qmin, self._grid.qmax
+        for rows in self._chunks:
+            values_HGK = self._weight_RGK[..., rows, :, :]
+            quotient_HGK, lost_HGK = (
+                one[..., : rows.stop - rows.start, :, :] for one in self._scratch
+            )
+            for f in range(len(scale_FRG)):
+                torch.mul(values_HGK, inverse_FRG1[f][..., rows, :, :], out=quotient_HGK)
+                if zero_FRG is not None:
+                    quotient_HGK.add_(zero_FRG[f][..., rows, :, None])
+                torch.clamp(quotient_HGK, least, greatest, out=lost_HGK)
+                lost_HGK.round_().sub_(quotient_HGK)
+                lost_HGK.mul_(lost_HGK).mul_(self._importance_1GK)
+                torch.sum(lost_HGK, -1, out=error_FRG[f][..., rows, :])
+        return error_FRG.mul_(scale_FRG).mul_(scale_FRG)

@@ -18,13 +18,16 @@ from llmcompressor.errors import InputError, NonFiniteError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import CallOrder, first_tensor
 from llmcompressor.numerics.gram import (
+    CHUNK_TOKENS,
     TokenBuffer,
     add_cross_product,
     add_residual_product,
     add_upper_product,
+    fast_operand,
     mirror_upper_,
 )
 from llmcompressor.numerics.input_sums import InputSums
+from llmcompressor.numerics.int8_products import Int8Columns
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.runtime.collectives import Ranks
 
@@ -209,10 +212,12 @@ class InputStatistics:
         if chunk is None:
             return
         device = self._gram_CC.device
-        input_TC = chunk[0].to(device)
-        add_upper_product(self._gram_CC, input_TC)
-        if self.is_twin:
-            self._compare(input_TC, chunk[1].to(device) - input_TC)
+        for pieces in zip(*(torch.split(one, CHUNK_TOKENS) for one in chunk), strict=True):
+            input_TC = pieces[0].to(device)
+            operand = fast_operand(input_TC, self._gram_CC.dtype)
+            add_upper_product(self._gram_CC, operand)
+            if self.is_twin:
+                self._compare(operand, pieces[1].to(device) - input_TC)
         self._symmetric = False
         if not bool(torch.isfinite(self._gram_CC.diagonal().sum())):
             raise NonFiniteError(
@@ -220,11 +225,11 @@ class InputStatistics:
                 "Look for a bad weight upstream, or load the model with precision='float32'."
             )
 
-    def _compare(self, input_TC: Tensor, difference_TC: Tensor) -> None:
+    def _compare(self, input_TC: Tensor | Int8Columns, difference_TC: Tensor) -> None:
         if self._cross_CC is not None:
             add_cross_product(self._cross_CC, input_TC, difference_TC)
         elif self._missing_RC is not None and self._weight_RC is not None:
-            weight_RC = self._weight_RC.to(input_TC.dtype)
+            weight_RC = self._weight_RC.to(difference_TC.dtype)
             add_residual_product(self._missing_RC, weight_RC, input_TC, difference_TC)
 
 

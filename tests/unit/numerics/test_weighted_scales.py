@@ -8,8 +8,9 @@ import torch
 from tests.support.pairs import pairs
 from torch import Tensor
 
+from llmcompressor.numerics import weighted_scales as module
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.weighted_scales import weighted_scales
+from llmcompressor.numerics.weighted_scales import FRACTIONS, STEPS, weighted_scales
 
 R, G, K = 3, 2, 16
 
@@ -36,8 +37,24 @@ def error(
     return lost
 
 
+def searched(values_K: Tensor, grid: Grid, weights_K: Tensor) -> float:
+    """The error that the search ends with, part by part of the extremes."""
+    low, high = min(float(values_K.min()), 0.0), max(float(values_K.max()), 0.0)
+    width = 2 * max(-low, high) if grid.symmetric else high - low
+
+    def of(share: float) -> tuple[float, float]:
+        scale = share * width / (grid.qmax - grid.qmin)
+        zero = None if grid.symmetric else round(grid.qmin - share * low / scale)
+        return error(values_K, scale, zero, grid, weights_K), share
+
+    least, best = min(of(share) for share in FRACTIONS)
+    for step in STEPS:
+        least, best = min((least, best), *(of(min(best + way * step, 1.0)) for way in (1, -1)))
+    return least
+
+
 @pairs(bits=[2, 3, 4], symmetric=[True, False])
-def test_no_fraction_of_the_extremes_loses_less(bits: int, symmetric: bool) -> None:
+def test_the_search_is_that_of_a_loop(bits: int, symmetric: bool) -> None:
     grid = Grid("int", bits, symmetric)
     w_RC, h_C = weight(), curvature()
     scale_RG, zero_RG = weighted_scales(w_RC, h_C, G, grid, torch.float32)
@@ -48,13 +65,16 @@ def test_no_fraction_of_the_extremes_loses_less(bits: int, symmetric: bool) -> N
             values_K, h_K = w_RC[r, part], h_C[part]
             zero = None if zero_RG is None else float(zero_RG[r, g])
             found = error(values_K, float(scale_RG[r, g]), zero, grid, h_K)
-            low, high = min(float(values_K.min()), 0.0), max(float(values_K.max()), 0.0)
-            for number in range(14):
-                share = 1 - number / 20
-                width = 2 * max(-low, high) if symmetric else high - low
-                scale = share * width / (grid.qmax - grid.qmin)
-                offset = None if symmetric else round(grid.qmin - share * low / scale)
-                assert found <= error(values_K, scale, offset, grid, h_K) * (1 + 1e-4)
+            assert found == pytest.approx(searched(values_K, grid, h_K), rel=1e-4)
+
+
+@pytest.mark.parametrize("elements", [1, 40, 10_000])
+def test_pieces_of_a_weight_do_not_matter(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = Grid("int", 3)
+    whole = weighted_scales(weight(2), curvature(2), G, grid, torch.bfloat16)
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", elements)
+    parts = weighted_scales(weight(2), curvature(2), G, grid, torch.bfloat16)
+    assert torch.equal(whole[0], parts[0])
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
