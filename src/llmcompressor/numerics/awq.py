@@ -15,6 +15,9 @@ weights' absolute values relative to the greatest of their group::
     s = x^r / (w^(1-r) + 1e-4)    ("duo")
     s = max(s, 1e-4) / sqrt(max(s) min(s))
 
+All candidates are judged by some of the rows, and the best of them by all: the errors of neighbours
+on the grid differ little, and rows agree on which is small.
+
 *Clipping* lowers the ends [a, b] of a group of a row, which rounds all its values more finely. The
 groups are clipped one after another, given the errors D of all the others, so that the error of the
 output never rises::
@@ -33,16 +36,18 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.cholesky import QuadraticForm
-from llmcompressor.numerics.products import MANY_ALIKE, matmul
+from llmcompressor.numerics.cholesky import WIDTH, QuadraticForm
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.products import MANY_ALIKE, fast_matmul_dtype, matmul
 from llmcompressor.runtime.threads import parallel_spans
 
 Duo: TypeAlias = bool | Literal["both"]
 Round: TypeAlias = Callable[[Tensor], Tensor]
 """From a weight to the same weight rounded to its grid in new memory, both float32 ``[R, C]``."""
 
-RoundWithin: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The same for one group, ``[R, g]``, by the least and the greatest value of each row, ``[R]``."""
+ScalesWithin: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From the least and the greatest values of groups, float32 of one shape, to the scales that these
+are divided by and the zero points, float32 of that shape; zeros on symmetric grids."""
 
 ErrorOf: TypeAlias = Callable[[Tensor], Sequence[float]]
 """From scales ``[K, C]`` to the error of each."""
@@ -58,6 +63,11 @@ _AT_ONCE = 2**18
 """Elements of the weights of several candidates that are rounded at once: they fit a core's cache,
 and few rows gain by it."""
 _JUDGED_ROWS = 256
+_SAMPLED_ROWS, _SAMPLED = 128, 8
+"""At least so many rows, and one of eight if those are more, are judged to find the candidates that
+are then judged by all."""
+_FINALISTS = 5
+"""Candidates that are judged by all rows, beside no scaling at all."""
 CLIPPED_ROWS = 256
 """Rows that one thread works on: enough that beginning an operation costs little beside it, and few
 enough that all attempts at a group of them nearly fit its cache."""
@@ -152,6 +162,24 @@ class StackedLinears(NamedTuple):
     by_rows: bool
     """Whether a row is rounded by itself, so that rows of several candidates can be stacked."""
 
+    def sample(self) -> StackedLinears:
+        """Some of the rows, evenly spaced, if each is rounded by itself; else all."""
+        step = _rows_apart(len(self.weight_RC)) if self.by_rows else 1
+        return self._replace(weight_RC=self.weight_RC[::step])
+
+
+def _rows_apart(rows: int) -> int:
+    return max(min(rows // _SAMPLED_ROWS, _SAMPLED), 1)
+
+
+def evaluations(points: int, rows: int) -> float:
+    """How often a weight is judged by so many candidates, those of a sample as parts.
+
+    >>> evaluations(20, 1024), evaluations(20, 100)
+    (8.5, 26.0)
+    """
+    return points / _rows_apart(rows) + min(points, _FINALISTS) + 1
+
 
 def output_error_from_gram(readers: Sequence[StackedLinears]) -> ErrorOf:
     """The output error ``sum_i tr(D_i G_i D_i^T)`` of Linears with one input, by scales."""
@@ -160,7 +188,10 @@ def output_error_from_gram(readers: Sequence[StackedLinears]) -> ErrorOf:
         total_K = torch.zeros(len(scale_KC), dtype=torch.float64)
         for one in readers:
             found: dict[int, Tensor] = {}
-            form = QuadraticForm(one.gram_CC)
+            columns = one.gram_CC.shape[-1]
+            products = min(len(one.weight_RC), _JUDGED_ROWS) * columns * min(columns, WIDTH)
+            dtype = fast_matmul_dtype(one.gram_CC.device, products)
+            form = QuadraticForm(one.gram_CC, dtype)
 
             def judge(
                 span: slice,
@@ -194,13 +225,30 @@ def _errors(one: StackedLinears, form: QuadraticForm, rows: slice, scale_KC: Ten
 
 
 def choose_scale(
-    error_of: ErrorOf, grid: Iterable[tuple[Candidate, Tensor]], one_C: Tensor
+    error_of: ErrorOf,
+    grid: Iterable[tuple[Candidate, Tensor]],
+    one_C: Tensor,
+    *,
+    estimate_of: ErrorOf | None = None,
 ) -> ScaleChoice:
-    """The candidate with the least error, or ones, if none is better or all errors are NaN."""
-    tried: list[tuple[Candidate | None, Tensor]] = [(None, one_C), *grid]
+    """The candidate with the least error, or ones, if none is better or all errors are NaN.
+
+    ``estimate_of`` tells nearly the same at less cost: then only the five candidates that are best
+    by that, and ones, are compared.
+    """
+    tried: list[tuple[Candidate | None, Tensor]] = list(grid)
+    if estimate_of is not None and len(tried) > _FINALISTS:
+        estimates = estimate_of(torch.stack([scale_C for _, scale_C in tried]))
+        best = sorted(range(len(tried)), key=lambda k: _or_infinite(estimates[k]))
+        tried = [tried[k] for k in sorted(best[:_FINALISTS])]
+    tried.insert(0, (None, one_C))
     found = error_of(torch.stack([scale_C for _, scale_C in tried]))
-    best = min(range(len(tried)), key=lambda k: math.inf if math.isnan(found[k]) else found[k])
-    return ScaleChoice(tried[best][1], tried[best][0], found[best], found[0])
+    best_k = min(range(len(tried)), key=lambda k: _or_infinite(found[k]))
+    return ScaleChoice(tried[best_k][1], tried[best_k][0], found[best_k], found[0])
+
+
+def _or_infinite(error: float) -> float:
+    return math.inf if math.isnan(error) else error
 
 
 class Bounds(NamedTuple):
@@ -223,7 +271,8 @@ class Bounds(NamedTuple):
 def clip_bounds(
     weight_RC: Tensor,
     gram_CC: Tensor,
-    round_: RoundWithin,
+    grid: Grid,
+    scales_within: ScalesWithin,
     group: int,
     *,
     sweeps: int = len(CLIP_ATTEMPTS),
@@ -236,8 +285,8 @@ def clip_bounds(
     Args:
         weight_RC: any floating dtype; C is a multiple of ``group``.
         gram_CC: G of its inputs, float32.
-        round_: rounds one group of any number of rows, ``[R, g]``, each row by itself, within
-            given bounds.
+        grid: the grid that the weight is rounded to.
+        scales_within: scales and zero points of groups with given bounds.
         group: g, columns of a group.
         sweeps: number of sweeps.
     """
@@ -248,7 +297,7 @@ def clip_bounds(
     )
 
     def clip(span: slice) -> None:
-        part = _clip_rows(weight_RC[span], gram_CC, round_, group, sweeps)
+        part = _clip_rows(weight_RC[span], gram_CC, grid, scales_within, group, sweeps)
         found.low_RN[span], found.high_RN[span] = part.low_RN, part.high_RN
 
     parallel_spans(clip, rows, weight_RC.device, width=CLIPPED_ROWS)
@@ -256,38 +305,71 @@ def clip_bounds(
 
 
 def _clip_rows(
-    weight_RC: Tensor, gram_CC: Tensor, round_: RoundWithin, group: int, sweeps: int
+    weight_RC: Tensor,
+    gram_CC: Tensor,
+    grid: Grid,
+    scales_within: ScalesWithin,
+    group: int,
+    sweeps: int,
 ) -> Bounds:
     """:func:`clip_bounds` of some rows, which are independent of all others."""
     rows, columns = weight_RC.shape
-    wide_RC = weight_RC.detach().float()
-    weight_NRg = wide_RC.reshape(rows, -1, group).transpose(0, 1).contiguous()
+    weight_NRg = weight_RC.detach().float().reshape(rows, -1, group).transpose(0, 1).contiguous()
     least_NR = weight_NRg.amin(dim=-1).clamp(max=0)
     greatest_NR = weight_NRg.amax(dim=-1).clamp(min=0)
     low_NR, high_NR = torch.ones_like(least_NR), torch.ones_like(least_NR)
-    whole = zip(weight_NRg, least_NR, greatest_NR, strict=True)
-    change_RC = torch.cat([round_(*one) for one in whole], dim=1).sub_(wide_RC)
-    for sweep in range(sweeps):
-        tried_K2 = wide_RC.new_tensor(_EITHER_END if sweep else _BOTH_ENDS)
-        low_K1, high_K1 = tried_K2[:, :1], tried_K2[:, 1:]
+    change_RC = torch.zeros(rows, columns, dtype=torch.float32, device=weight_RC.device)
+    for sweep in range(-1, sweeps):  # before the first one, the change of rounding alone
+        attempts = _EITHER_END if sweep > 0 else _BOTH_ENDS if sweep == 0 else [(1.0, 1.0)]
+        tried_K2 = change_RC.new_tensor(attempts)
+        low_NKR, high_NKR = (
+            (tried_K2[:, end : end + 1] * part_NR.unsqueeze(1)).clamp(max=1)
+            for end, part_NR in enumerate((low_NR, high_NR))
+        )
+        ends = low_NKR * least_NR.unsqueeze(1), high_NKR * greatest_NR.unsqueeze(1)
+        parameters = scales_within(*ends)
         for n, begin in enumerate(range(0, columns, group)):
             span = slice(begin, begin + group)
-            own_gg = gram_CC[span, span].contiguous()
-            # G is symmetric, and its rows are dense
-            others_Rg = matmul(change_RC, gram_CC[span].T, fewest=MANY_ALIKE)
-            others_Rg -= change_RC[:, span] @ own_gg
-            low_KR = (low_K1 * low_NR[n]).clamp(max=1)
-            high_KR = (high_K1 * high_NR[n]).clamp(max=1)
-            ends_KR = low_KR * least_NR[n], high_KR * greatest_NR[n]
-            clamped_KRg = weight_NRg[n].clamp(*(end_KR.unsqueeze(-1) for end_KR in ends_KR))
-            rounded_JRg = round_(clamped_KRg.flatten(0, 1), *(end.flatten() for end in ends_KR))
-            change_KRg = rounded_JRg.reshape(clamped_KRg.shape).sub_(weight_NRg[n])
-            slope_JRg = matmul(change_KRg.flatten(0, 1), own_gg, fewest=MANY_ALIKE)
-            slope_KRg = slope_JRg.reshape(change_KRg.shape).add_(others_Rg, alpha=2)
-            error_KR = slope_KRg.mul_(change_KRg).sum(dim=-1)
-            best_1R = error_KR.nan_to_num(nan=torch.inf).argmin(dim=0, keepdim=True)
-            low_NR[n] = low_KR.gather(0, best_1R)[0]
-            high_NR[n] = high_KR.gather(0, best_1R)[0]
+            at_n = [one_NKR[n] for one_NKR in (*ends, *parameters)]
+            lost_KRg, unit_KR = _lost(weight_NRg[n], at_n, grid)
+            best_1R = torch.zeros(1, rows, dtype=torch.int64, device=weight_RC.device)
+            if len(attempts) > 1:
+                own_gg = gram_CC[span, span].contiguous()
+                # G is symmetric, and its rows are dense
+                others_Rg = matmul(change_RC, gram_CC[span].T, fewest=MANY_ALIKE)
+                others_Rg -= change_RC[:, span] @ own_gg
+                error_KR = _added_error(lost_KRg, unit_KR, own_gg, others_Rg)
+                best_1R = error_KR.nan_to_num(nan=torch.inf).argmin(dim=0, keepdim=True)
+            low_NR[n], high_NR[n] = (one[n].gather(0, best_1R)[0] for one in (low_NKR, high_NKR))
             index_1Rg = best_1R.unsqueeze(-1).expand(1, rows, group)
-            change_RC[:, span] = change_KRg.gather(0, index_1Rg)[0]
+            lost_Rg, unit_R1 = lost_KRg.gather(0, index_1Rg)[0], unit_KR.gather(0, best_1R).T
+            change_RC[:, span] = lost_Rg * unit_R1
     return Bounds((least_NR * low_NR).T, (greatest_NR * high_NR).T)
+
+
+def _lost(weight_Rg: Tensor, attempts_KR: Sequence[Tensor], grid: Grid) -> tuple[Tensor, Tensor]:
+    """What clamping and rounding change, ``[K, R, g]``, and its unit, ``[K, R]``.
+
+    ``attempts_KR`` are the least and the greatest values, scales and zero points. On an integer
+    grid the unit is the scale. Zero points are integers, and need not be added there:
+    ``round(w / s + z) − z = round(w / s)``.
+    """
+    least_KR, greatest_KR, scale_KR, zero_KR = attempts_KR
+    if grid.kind != "int":
+        clamped_KRg = weight_Rg.clamp(least_KR.unsqueeze(-1), greatest_KR.unsqueeze(-1))
+        zero_KR1 = None if grid.symmetric else zero_KR.unsqueeze(-1)
+        rounded_KRg = grid.fake_quantize(clamped_KRg, scale_KR.unsqueeze(-1), zero_KR1)
+        return rounded_KRg.sub_(weight_Rg), torch.ones_like(scale_KR)
+    lowest_KR = torch.maximum(least_KR / scale_KR, grid.qmin - zero_KR)
+    highest_KR = torch.minimum(greatest_KR / scale_KR, grid.qmax - zero_KR)
+    quotient_KRg = weight_Rg * scale_KR.reciprocal().unsqueeze(-1)
+    lost_KRg = torch.maximum(quotient_KRg, lowest_KR.unsqueeze(-1))
+    torch.minimum(lost_KRg, highest_KR.unsqueeze(-1), out=lost_KRg)
+    return lost_KRg.round_().sub_(quotient_KRg), scale_KR
+
+
+def _added_error(lost_KRg: Tensor, unit_KR: Tensor, own_gg: Tensor, others_Rg: Tensor) -> Tensor:
+    """``d G_gg dᵀ + 2 d (D G)_g`` of each attempt and row, d the change: ``[K, R]``."""
+    slope_KRg = matmul(lost_KRg.flatten(0, 1), own_gg, fewest=MANY_ALIKE).view(lost_KRg.shape)
+    slope_KRg.addcmul_(others_Rg, (2 / unit_KR).unsqueeze(-1))
+    return slope_KRg.mul_(lost_KRg).sum(dim=-1).mul_(unit_KR).mul_(unit_KR)

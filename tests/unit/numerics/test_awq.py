@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,28 +19,27 @@ from llmcompressor.numerics.awq import (
     output_error_from_gram,
     relative_column_magnitude,
 )
+from llmcompressor.numerics.cholesky import QuadraticForm
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import Partition, fake_quantize_matrix
 from llmcompressor.numerics.scales import scales_from_range
 
+GRID = Grid("int", 3, symmetric=False)
 GROUP = 16
 COLUMNS = 64
 
 
 def rounded(weight_RC: Tensor) -> Tensor:
     """Three bits with a zero point, groups of 16 columns."""
-    grid, partition = Grid("int", 3, symmetric=False), Partition(1, GROUP)
-    scale, zero = scales_from_range(*partition.extremes(weight_RC), grid)
-    return fake_quantize_matrix(weight_RC, scale, zero, grid, partition)
+    partition = Partition(1, GROUP)
+    scale, zero = scales_from_range(*partition.extremes(weight_RC), GRID)
+    return fake_quantize_matrix(weight_RC, scale, zero, GRID, partition)
 
 
-def rounded_within(weight_RC: Tensor, least_R: Tensor, greatest_R: Tensor) -> Tensor:
-    """The same for one group, between given ends."""
-    ends = least_R.unsqueeze(-1), greatest_R.unsqueeze(-1)
-    grid = Grid("int", 3, symmetric=False)
-    return fake_quantize_matrix(
-        weight_RC, *scales_from_range(*ends, grid), grid, Partition(1, GROUP)
-    )
+def scales_within(least: Tensor, greatest: Tensor) -> tuple[Tensor, Tensor]:
+    """Its scales for groups with given ends."""
+    scale, zero = scales_from_range(least, greatest, GRID)
+    return scale, zero.float()
 
 
 @pytest.fixture
@@ -93,6 +93,33 @@ def test_the_best_candidate_is_chosen_and_beats_rounding(
     assert found.error < 0.5 * found.before
 
 
+def test_a_sample_of_rows_finds_what_all_rows_do(inputs: Tensor) -> None:
+    weight_RC = torch.randn(1100, COLUMNS, generator=torch.Generator().manual_seed(5))
+    one = readers([weight_RC], inputs)[0]
+    assert torch.equal(one.sample().weight_RC, weight_RC[::8])
+    assert len(one._replace(by_rows=False).sample().weight_RC) == 1100
+    prominence_C = relative_column_magnitude([weight_RC], GROUP)
+    grid = list(candidates(inputs.abs().mean(0), prominence_C, 20, duo=True))
+    error_of, estimate_of = (output_error_from_gram([some]) for some in (one, one.sample()))
+    judged: list[int] = []
+
+    def counted(scale_KC: Tensor) -> Sequence[float]:
+        judged.append(len(scale_KC))
+        return error_of(scale_KC)
+
+    found = choose_scale(counted, grid, torch.ones(COLUMNS), estimate_of=estimate_of)
+    assert judged == [6], "the best five, and no scaling"
+    assert found.candidate == choose_scale(error_of, grid, torch.ones(COLUMNS)).candidate
+
+
+def test_products_of_sixteen_bits_give_nearly_the_same_errors(inputs: Tensor) -> None:
+    change_RC = rounded(w := torch.randn(512, COLUMNS)) - w
+    gram_CC = (inputs + 20).T @ (inputs + 20)  # a mean makes one eigenvalue nearly all of the trace
+    exact_R = QuadraticForm(gram_CC)(change_RC)
+    coarse_R = QuadraticForm(gram_CC, torch.bfloat16)(change_RC)
+    assert float(coarse_R.sum()) == pytest.approx(float(exact_R.sum()), rel=2e-3)
+
+
 BAD = [0.0, float("inf"), float("nan"), 1e-45, 3e38]
 
 
@@ -120,7 +147,7 @@ def test_clipping_lowers_the_error_of_outputs(weights: list[Tensor], inputs: Ten
     weight = weights[0].clone()
     weight[:, 5::GROUP] *= 6  # outliers that meet small inputs
     gram = inputs.T @ inputs
-    bounds = clip_bounds(weight, gram, rounded_within, GROUP)
+    bounds = clip_bounds(weight, gram, GRID, scales_within, GROUP)
     clamped = bounds.clamp(weight)
 
     def error(values: Tensor) -> float:
@@ -134,7 +161,7 @@ def test_every_sweep_lowers_the_error(weights: list[Tensor], inputs: Tensor) -> 
     gram = inputs.T @ inputs
     errors = []
     for sweeps in range(4):
-        bounds = clip_bounds(weights[0], gram, rounded_within, GROUP, sweeps=sweeps)
+        bounds = clip_bounds(weights[0], gram, GRID, scales_within, GROUP, sweeps=sweeps)
         change = rounded(bounds.clamp(weights[0])) - weights[0]
         errors.append(((change @ gram) * change).sum(dim=1))
     for before, after in itertools.pairwise(errors):
@@ -147,7 +174,7 @@ def test_one_group_gets_the_best_of_all_tried_ends(inputs: Tensor, sweeps: int) 
     """Against a loop over rows and ends: both ends first, then one of them."""
     weight = torch.randn(6, GROUP, generator=torch.Generator().manual_seed(4))
     gram = inputs.T[:GROUP] @ inputs[:, :GROUP]
-    bounds = clip_bounds(weight, gram, rounded_within, GROUP, sweeps=sweeps)
+    bounds = clip_bounds(weight, gram, GRID, scales_within, GROUP, sweeps=sweeps)
 
     def error(row: Tensor, low: float, high: float) -> float:
         change = rounded(row.clamp(float(row.min()) * low, float(row.max()) * high)[None]) - row

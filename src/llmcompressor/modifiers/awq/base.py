@@ -45,7 +45,7 @@ from llmcompressor.numerics.awq import (
     Bounds,
     ErrorOf,
     Round,
-    RoundWithin,
+    ScalesWithin,
     StackedLinears,
     candidates,
     choose_scale,
@@ -53,8 +53,10 @@ from llmcompressor.numerics.awq import (
     output_error_from_gram,
     relative_column_magnitude,
 )
+from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import fill_dead_diagonal
 from llmcompressor.numerics.input_sums import InputSums
+from llmcompressor.numerics.partition import fake_quantize_matrix
 from llmcompressor.numerics.scales import global_scale_from_amax, parameter_dtype
 from llmcompressor.observers.canonical import Range
 from llmcompressor.observers.column_statistics import ColumnSizes
@@ -68,7 +70,7 @@ from llmcompressor.quantization.parameters import (
 )
 from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.registry import UserOverrides
-from llmcompressor.schemes.bridge import needs_global_scale, partition_of
+from llmcompressor.schemes.bridge import grid_of, needs_global_scale, partition_of
 
 _Device = Annotated[
     str, BeforeValidator(lambda one: str(one) if isinstance(one, torch.device) else one)
@@ -400,8 +402,12 @@ class AWQModifier(SmoothingMixin):
         )
         ones_C = torch.ones(one.columns, device=weights[0].device)
         if self._parents is None:
-            error_of = output_error_from_gram(list(_balance_batches(members, tallies)))
-            found = choose_scale(self._shared_by_candidates(error_of), grid, ones_C)
+            batches = list(_balance_batches(members, tallies))
+            error_of, estimate_of = (
+                self._shared_by_candidates(output_error_from_gram(some))
+                for some in (batches, [one.sample() for one in batches])
+            )
+            found = choose_scale(error_of, grid, ones_C, estimate_of=estimate_of)
         else:
             rounds = {each: _rounding(each) for each in members}
             with self._parents.error_of(one, rounds) as error_of:
@@ -472,9 +478,9 @@ class AWQModifier(SmoothingMixin):
             gram_CC = gram_CC / scale_C / scale_C.unsqueeze(-1)
         group = _columns_per_scale(members[0]) or weight_RC.shape[-1]
         group = min(group, weight_RC.shape[-1])
-        round_ = _rounding_within(members[0], weight_RC)
+        grid, scales_within = _rounding_within(members[0], weight_RC)
         own_RC = weight_RC.tensor_split(self._ranks.count)[self._ranks.rank]
-        found = self._gathered(clip_bounds(own_RC, gram_CC, round_, group))
+        found = self._gathered(clip_bounds(own_RC, gram_CC, grid, scales_within, group))
         rows = [len(weight_of(module)) for module in members]
         parts = zip(torch.split(found.low_RN, rows), torch.split(found.high_RN, rows), strict=True)
         for module, (low_RN, high_RN) in zip(members, parts, strict=True):
@@ -526,27 +532,32 @@ def _rounding(module: Module) -> Round:
     args = _weight_args(module)
     assert args is not None
     stored = parameter_dtype(weight_of(module).dtype)
+    grid, partition = grid_of(args), partition_of(args)
 
     def rounded(weight_RC: Tensor) -> Tensor:
         found = min_max_parameters(weight_RC, args, stored_in=stored)
-        return replace(found, scale=found.scale.float()).round(weight_RC)
+        found = replace(found, scale=found.scale.float())
+        if grid.kind != "int":
+            return found.round(weight_RC)
+        zero = None if grid.symmetric else found.zero_point
+        return fake_quantize_matrix(weight_RC, found.scale, zero, grid, partition)
 
     return rounded
 
 
-def _rounding_within(module: Module, whole_RC: Tensor) -> RoundWithin:
-    """Rounding of weight groups with given ranges, which share the weight's global scale."""
+def _rounding_within(module: Module, whole_RC: Tensor) -> tuple[Grid, ScalesWithin]:
+    """The grid of a weight, and scales of its groups, which share the weight's global scale."""
     args = _weight_args(module)
     assert args is not None
     shared = global_scale_from_amax(weight_amax(whole_RC)) if needs_global_scale(args) else None
     stored = parameter_dtype(weight_of(module).dtype)
 
-    def rounded(weight_RC: Tensor, least_R: Tensor, greatest_R: Tensor) -> Tensor:
-        ends = Range(least_R.unsqueeze(-1), greatest_R.unsqueeze(-1))
-        found = range_parameters(ends, weight_RC, args, shared, stored_in=stored)
-        return replace(found, scale=found.scale.float()).round(weight_RC)
+    def scales_within(least: Tensor, greatest: Tensor) -> tuple[Tensor, Tensor]:
+        ends = Range(least, greatest)
+        found = range_parameters(ends, least, args, shared, stored_in=stored)
+        return replace(found, scale=found.scale.float()).effective_scale, found.zero_point.float()
 
-    return rounded
+    return grid_of(args), scales_within
 
 
 def _columns_per_scale(module: Module) -> int:

@@ -28,7 +28,13 @@ from llmcompressor.modeling.matching import common_parent
 from llmcompressor.modeling.names import own_parameters
 from llmcompressor.modeling.offload import TensorStore, device_activation_budget
 from llmcompressor.moe.linear_experts import LinearExperts
-from llmcompressor.numerics.awq import CLIP_ATTEMPTS, CLIPPED_ROWS, ErrorOf, Round
+from llmcompressor.numerics.awq import (
+    CLIP_ATTEMPTS,
+    CLIPPED_ROWS,
+    ErrorOf,
+    Round,
+    evaluations,
+)
 from llmcompressor.numerics.cholesky import WIDTH
 from llmcompressor.numerics.gram import triangle_bytes
 from llmcompressor.observers.tokens import real_tokens
@@ -249,8 +255,9 @@ def awq_cost(
     if weights:
         largest = max(weight.numel() for weight in weights)
         products = elements * (columns + WIDTH) // 2
+        times = evaluations(points, elements // columns)
         moments += Cost(
-            flops=(points + 1) * (products + ELEMENTWISE * _VISITS * elements),
+            flops=int(times * (products + ELEMENTWISE * _VISITS * elements)),
             peak_bytes=_FLOAT * max(columns * (columns + WIDTH) // 2, 4 * largest),
         )
     return moments + _clipping_cost(clipped, columns, min(group, columns) or columns, data)
