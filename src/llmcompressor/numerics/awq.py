@@ -338,7 +338,11 @@ def _clip_rows(
                 # G is symmetric, and its rows are dense
                 others_Rg = matmul(change_RC, gram_CC[span].T, fewest=MANY_ALIKE)
                 others_Rg -= change_RC[:, span] @ own_gg
-                error_KR = _added_error(lost_KRg, unit_KR, own_gg, others_Rg)
+                # d G_gg d + 2 d (D G)_g, both sides in the unit
+                slope_JRg = matmul(lost_KRg.flatten(0, 1), own_gg, fewest=MANY_ALIKE)
+                slope_KRg = slope_JRg.view(lost_KRg.shape)
+                slope_KRg.addcmul_(others_Rg, (2 / unit_KR).unsqueeze(-1))
+                error_KR = slope_KRg.mul_(lost_KRg).sum(dim=-1).mul_(unit_KR.square())
                 best_1R = error_KR.nan_to_num(nan=torch.inf).argmin(dim=0, keepdim=True)
             low_NR[n], high_NR[n] = (one[n].gather(0, best_1R)[0] for one in (low_NKR, high_NKR))
             index_1Rg = best_1R.unsqueeze(-1).expand(1, rows, group)
@@ -366,10 +370,3 @@ def _lost(weight_Rg: Tensor, attempts_KR: Sequence[Tensor], grid: Grid) -> tuple
     lost_KRg = torch.maximum(quotient_KRg, lowest_KR.unsqueeze(-1))
     torch.minimum(lost_KRg, highest_KR.unsqueeze(-1), out=lost_KRg)
     return lost_KRg.round_().sub_(quotient_KRg), scale_KR
-
-
-def _added_error(lost_KRg: Tensor, unit_KR: Tensor, own_gg: Tensor, others_Rg: Tensor) -> Tensor:
-    """``d G_gg dᵀ + 2 d (D G)_g`` of each attempt and row, d the change: ``[K, R]``."""
-    slope_KRg = matmul(lost_KRg.flatten(0, 1), own_gg, fewest=MANY_ALIKE).view(lost_KRg.shape)
-    slope_KRg.addcmul_(others_Rg, (2 / unit_KR).unsqueeze(-1))
-    return slope_KRg.mul_(lost_KRg).sum(dim=-1).mul_(unit_KR).mul_(unit_KR)

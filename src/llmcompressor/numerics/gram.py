@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmcompressor.numerics.int8_products import (
+    TOKENS,
     Int8Columns,
     add_int8_product,
     int8_columns,
@@ -42,7 +43,7 @@ from llmcompressor.numerics.int8_products import (
 from llmcompressor.numerics.products import parallel_matmul
 from llmcompressor.runtime.threads import parallel_for
 
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS = TOKENS
 """Tokens that are multiplied at once: enough to run at the machine's matrix rate."""
 _WIDE_TOKENS = 1024
 """Tokens that are widened at once on the CPU: as fast as all, in half of the memory."""
@@ -238,7 +239,7 @@ def add_residual_product(
     product.
     """
     if isinstance(input_TC, Int8Columns):
-        lacking_TR = parallel_matmul(_pad_tokens(difference_TC), weight_RC.T)
+        lacking_TR = parallel_matmul(difference_TC, weight_RC.T)
         add_int8_product(missing_RC, int8_columns(lacking_TR), input_TC)
         return
     if input_TC.device.type == "cuda" and input_TC.dtype == torch.bfloat16:

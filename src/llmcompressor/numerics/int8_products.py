@@ -28,9 +28,9 @@ from torch import Tensor
 
 from llmcompressor.runtime.threads import parallel_for
 
-MOST_TOKENS = 2048
-"""Tokens whose columns share a scale."""
-_FEWEST_TOKENS, _FEWEST_COLUMNS = 512, 256
+TOKENS = 2048
+"""Tokens whose columns share a scale. Fewer, at the end of the data, are multiplied in float32."""
+_FEWEST_COLUMNS = 256
 """Below these the product is too small for a gain."""
 _PIECE_TOKENS = 128
 """Tokens that are rounded at once: few enough for a processor's cache."""
@@ -61,7 +61,7 @@ def prefers_int8(input_TC: Tensor, sums: torch.dtype) -> bool:
         input_TC.device.type == "cpu"
         and input_TC.dtype in (torch.bfloat16, torch.float16)
         and sums == torch.float32
-        and _FEWEST_TOKENS <= tokens <= MOST_TOKENS
+        and tokens == TOKENS
         and columns >= _FEWEST_COLUMNS
         and has_int8_products()
     )
@@ -84,22 +84,20 @@ def has_int8_products() -> bool:
 def int8_columns(input_TC: Tensor) -> Int8Columns:
     """Round tokens of 16 bits, at most 2048 of them, to integers from -127 to 127.
 
-    Tokens of zeros are added up to a multiple of 64: products then have few sizes. A column that
-    holds NaN or infinity gets a scale that is not finite, and so do its products.
+    A column that holds NaN or infinity gets a scale that is not finite, and so do its products.
 
     >>> codes_TC, step_C = int8_columns(torch.tensor([[2.0, 0.0], [-1.0, 0.0]]).bfloat16())
-    >>> codes_TC[:2].tolist(), (127 * step_C[0]).tolist()
+    >>> codes_TC.tolist(), (127 * step_C[0]).tolist()
     ([[127, 0], [-64, 0]], 2.0)
     """
-    tokens, columns = input_TC.shape
     pieces = torch.split(input_TC, _PIECE_TOKENS)
     # magnitudes of 16 bits are in the order of their bits, and NaN is above infinity
     magnitudes = (piece.view(torch.int16).bitwise_and(0x7FFF) for piece in pieces)
     largest_PC = torch.stack([piece_KC.amax(0) for piece_KC in magnitudes])
     largest_C = largest_PC.amax(0).view(input_TC.dtype).float()
     inverse_C = _LARGEST / largest_C.clamp(min=_LEAST_STEP)
-    codes_TC = torch.zeros(tokens + -tokens % 64, columns, dtype=torch.int8)
-    places = torch.split(codes_TC[:tokens], _PIECE_TOKENS)
+    codes_TC = torch.empty(input_TC.shape, dtype=torch.int8)
+    places = torch.split(codes_TC, _PIECE_TOKENS)
 
     def round_piece(number: int) -> None:
         places[number].copy_((pieces[number] * inverse_C).round_())

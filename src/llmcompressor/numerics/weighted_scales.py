@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.range_search import BestSoFar
 from llmcompressor.numerics.scales import scales_from_range
-from llmcompressor.runtime.threads import parallel_spans
+from llmcompressor.runtime.threads import parallel_spans, wide_span
 
 FRACTIONS = (1.0, 0.85, 0.7, 0.55, 0.4)
 """Parts of the extremes that are tried for all cells: at 2 bits the best is about a half."""
@@ -67,7 +68,8 @@ def weighted_scales(
         cells = _Cells(weight_RGK[..., rows, :, :], importance_1GK, grid, stored)
         scale_RG[..., rows, :], zero_RG[..., rows, :] = cells.search()
 
-    parallel_spans(search, weight_RC.shape[-2], weight_RC.device)
+    rows = weight_RC.shape[-2]
+    parallel_spans(search, rows, weight_RC.device, width=wide_span(rows))
     return scale_RG, None if grid.symmetric else zero_RG
 
 
@@ -90,26 +92,25 @@ class _Cells:
     def search(self) -> tuple[Tensor, Tensor]:
         """The scale and zero point of each cell, float32 ``[..., R, G]``."""
         one_RG = torch.ones_like(self._lowest_RG)
-        share_RG, scale_RG, zero_RG, error_RG = self._best_of([p * one_RG for p in FRACTIONS])
+        best = BestSoFar(
+            torch.full_like(one_RG, torch.inf), one_RG, one_RG, torch.zeros_like(one_RG)
+        )
+        self._try([fraction * one_RG for fraction in FRACTIONS], best)
         for step in STEPS:
-            near = [(share_RG + way * step).clamp(max=1.0) for way in (1, -1)]
-            *found, least_RG = self._best_of(near)
-            better_RG = least_RG < error_RG
-            error_RG = torch.where(better_RG, least_RG, error_RG)
-            pairs = zip(found, (share_RG, scale_RG, zero_RG), strict=True)
-            share_RG, scale_RG, zero_RG = (torch.where(better_RG, new, old) for new, old in pairs)
+            share_RG, *_ = best.candidate_S
+            self._try([(share_RG + way * step).clamp(max=1.0) for way in (1, -1)], best)
+        _, scale_RG, zero_RG = best.candidate_S
         return scale_RG, zero_RG
 
-    def _best_of(self, shares: Sequence[Tensor]) -> list[Tensor]:
-        """Of several parts of the extremes the best: part, scale, zero point and error."""
+    def _try(self, shares: Sequence[Tensor], best: BestSoFar) -> None:
+        """Compare parts of the extremes with the best so far: a part, its scale and zero point."""
         share_FRG = torch.stack(list(shares))
         ends = share_FRG * self._lowest_RG, share_FRG * self._highest_RG
         scale_FRG, zero_FRG = scales_from_range(*ends, self._grid, stored_in=self._stored)
         scale_FRG, zero_FRG = scale_FRG.float(), zero_FRG.float()
         error_FRG = self._errors(scale_FRG, None if self._grid.symmetric else zero_FRG)
-        best_1RG = error_FRG.nan_to_num_(nan=torch.inf).argmin(dim=0, keepdim=True)
-        every = (share_FRG, scale_FRG, zero_FRG, error_FRG)
-        return [one_FRG.gather(0, best_1RG)[0] for one_FRG in every]
+        for each in zip(error_FRG, share_FRG, scale_FRG, zero_FRG, strict=True):
+            best.take(*each)
 
     def _errors(self, scale_FRG: Tensor, zero_FRG: Tensor | None) -> Tensor:
         """Sums of the weighted squares of rounding errors, float32 ``[F, ..., R, G]``."""

@@ -51,8 +51,9 @@ class Options:
     """λ of asymmetric calibration as a fraction of the mean diagonal; ``None`` without it."""
     refinements: int | None = 0
     """Rounds of coordinate descent after the sweep; see :func:`refinement_rounds`."""
-    refit: bool = False
-    """Whether scales are fitted again to the codes, where that can be done and pays."""
+    refit: bool | None = False
+    """Whether scales are fitted again to the codes, where that can be done. ``None``: where it
+    measures better, on grids of few bits and where scales were not searched for."""
     batch: int | None = None
     """How many problems of equal shape are solved in one call; as many as are small if ``None``."""
     settles: bool = False
@@ -317,7 +318,10 @@ def _solve_by_sweep(problems: Sequence[Problem], options: Options) -> list[Solut
     )
     found = Refined(rounded_RC, loss_R, scales)
     # with codes of 8 bits the refitted scale differs by less than the resolution of bfloat16
-    refits = options.refit and all(one.has_own_scales for one in problems) and bits < FINE_BITS
+    wanted = options.refit
+    if wanted is None:
+        wanted = bits < _COARSE_BITS or not problems[0].has_searched_scales
+    refits = wanted and all(one.has_own_scales for one in problems) and bits < FINE_BITS
     found = refine(
         found,
         weight_RC,
@@ -385,7 +389,8 @@ def refinement_rounds(asked: int | None, bits: int) -> int:
 FINE_BITS = 8
 """Bits from which the sweep leaves nothing to gain for a refinement, or other scales."""
 _COARSE_BITS = 4
-"""Bits from which a refinement gains a fiftieth, and takes an eighth of the time."""
+"""Bits from which a refinement gains a fiftieth, and takes an eighth of the time; scales that were
+searched for do not gain by being fitted again."""
 PRUNED_SHARE = 0.05
 """Share of exact zeros from which on a weight was pruned, and keeps its zeros."""
 _STEPS = 4

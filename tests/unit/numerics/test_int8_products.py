@@ -39,7 +39,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-@each(dtype=[torch.bfloat16, torch.float16], tokens=[1, 64, 129, 2048])
+@each(dtype=[torch.bfloat16, torch.float16], tokens=[1, 129, 2048])
 def test_products_are_exact_for_rounded_inputs(tokens: int, dtype: torch.dtype) -> None:
     x_TC, other_TC = inputs(tokens, dtype), inputs(tokens, dtype, seed=1)
     gram_CC, cross_CC = torch.zeros(C, C), torch.zeros(C, C)
@@ -103,13 +103,13 @@ def test_they_are_positive_semidefinite() -> None:
 
 def test_the_shape_and_dtype_alone_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_products, "has_int8_products", lambda: True)
-    assert prefers_int8(inputs(), torch.float32)
-    assert not prefers_int8(inputs(), torch.float64)
-    assert not prefers_int8(inputs(dtype=torch.float32), torch.float32)
-    assert not prefers_int8(inputs()[:, :200], torch.float32)
-    assert not prefers_int8(inputs()[:300], torch.float32)
+    assert prefers_int8(inputs(2048), torch.float32)
+    assert not prefers_int8(inputs(2048), torch.float64)
+    assert not prefers_int8(inputs(2048, torch.float32), torch.float32)
+    assert not prefers_int8(inputs(2048)[:, :200], torch.float32)
+    assert not prefers_int8(inputs(2047), torch.float32), "the last tokens of all"
     monkeypatch.setattr(int8_products, "has_int8_products", lambda: False)
-    assert fast_operand(x_TC := inputs(), torch.float32) is x_TC
+    assert fast_operand(x_TC := inputs(2048), torch.float32) is x_TC
 
 
 def test_batches_and_threads_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             again, given all others (arXiv:2309.01885); below 8 bits. ``None``: two rounds below 4
             bits, where they pay off.
         refit_scales: fit the scales of integer groups and channels to the codes; below 8 bits.
+            ``None``: below 4 bits, and where an observer chose the scales.
         offload_hessians: keep second moments in main memory while they are accumulated.
         batched_quantization: solve Linears of equal shape in one batch: ``"auto"`` (or ``True``) if
             their matrices are small, a number for batches of that size, ``None`` (or ``False``) to
@@ -128,7 +129,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     actorder: Literal["static", "weight"] | None = "static"
     asymmetric: bool | None = None
     refinements: int | None = Field(default=None, ge=0, le=100)
-    refit_scales: bool = True
+    refit_scales: bool | None = None
     asymmetric_ridge: float = Field(default=0.05, gt=0.0, le=10.0)
     offload_hessians: bool = False
     batched_quantization: (
