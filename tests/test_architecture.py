@@ -65,6 +65,7 @@ FOREIGN = {
         *("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
         *("_get_current_function_mode_stack", "_pop_mode", "_push_mode"),
         *("_get_default_store", "_non_persistent_buffers_set", "_reversed_padding_repeated_twice"),
+        *("_int_mm", "_is_vnni_supported"),  # products of 8-bit integers
         *("_get_backend", "_timeout"),  # of a process group, which tells it nowhere else
     },
     "accelerate": {"_hf_hook"},

@@ -10,7 +10,7 @@ import pytest
 from tests.support.killed_ranks import run_on
 from tests.support.killed_runs import KILLED, Job, tree, write_model
 
-RECIPE = "gptq"
+RECIPE = "gptq_fitted"
 SOON = 15.0
 """Seconds within which the other ranks end; alone on a machine it takes about two."""
 
