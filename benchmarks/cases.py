@@ -96,6 +96,7 @@ def sparse(name: str, structure: str, **fields: Any) -> dict[str, dict[str, Any]
 
 
 AWQ = {"AWQModifier": {}}
+TUNED = {"ScaleTuningModifier": {}}
 SMOOTH = {"SmoothQuantModifier": {"smoothing_strength": 0.8}}
 EQUALIZED = {"SmoothQuantModifier": {"algorithm": "log_equalization"}}
 OWL = {
@@ -126,6 +127,7 @@ def _weights() -> list[Case]:
                 solved(scheme, weight_observer="memoryless_minmax"),
             ),
             Case(setting, "GPTQ, mse observer", solved(scheme, weight_observer="mse")),
+            Case(setting, "GPTQ and scale tuning", solved(scheme) | TUNED),
             Case(setting, "AWQ", AWQ | rounded(scheme)),
             Case(setting, "AutoRound, 40 steps", own("AutoRoundModifier", scheme, iters=40)),
             Case(setting, "AutoRound", own("AutoRoundModifier", scheme)),
@@ -354,6 +356,7 @@ BETTER: list[tuple[str, str, str, float]] = [
             ("mse observer", "round-to-nearest"),
             ("AWQ", "round-to-nearest"),
             ("GPTQ, as it comes", "round-to-nearest"),
+            ("GPTQ and scale tuning", "GPTQ, as it comes"),
             ("AutoRound, 40 steps", "round-to-nearest"),
             ("AutoRound", "round-to-nearest"),
             ("AutoRound", f"{REFERENCE}AutoRound"),

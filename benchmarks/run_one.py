@@ -29,6 +29,7 @@ PAGES = {
     "QuIPModifier": "transform",
     "QuantizationModifier": "quantization",
     "REAPPruningModifier": "pruning",
+    "ScaleTuningModifier": "scale_tuning",
     "SmoothQuantModifier": "transform",
     "SparseGPTModifier": "pruning",
     "SpinQuantModifier": "transform",

@@ -197,6 +197,7 @@ PUBLIC = {
         "SpinQuantMapping",
         "SpinQuantModifier",
     ],
+    "llmcompressor.modifiers.scale_tuning": ["ScaleTuningModifier"],
     "llmcompressor.modifiers.smoothquant": [
         "LogarithmicEqualizationModifier",
         "SmoothQuantMapping",

@@ -43,6 +43,7 @@ from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePr
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.reap import REAPPruningModifier
 from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
+from llmcompressor.modifiers.scale_tuning import ScaleTuningModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
@@ -267,6 +268,7 @@ def test_presets_are_those_of_the_code() -> None:
         ("sparsegpt.md", SparseGPTModifier),
         ("wanda.md", WandaPruningModifier),
         ("reap.md", REAPPruningModifier),
+        ("scale_tuning.md", ScaleTuningModifier),
         ("spinquant.md", SpinQuantModifier),
         ("quip.md", QuIPModifier),
     ],

@@ -31,6 +31,8 @@ from llmcompressor.checkpoint.block_stream import BlockRestorer
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.rotation import learned as rotations
+from llmcompressor.modifiers.scale_tuning import ScaleTuningModifier
+from llmcompressor.modifiers.scale_tuning import tune as scales
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.transform import AWQModifier, SpinQuantModifier
@@ -152,6 +154,14 @@ def learned() -> list[Any]:
     return [spin, *gptq()]
 
 
+def tuned() -> list[Any]:
+    """Scales are trained on all blocks, with what the original model predicts, before the second
+    pass; on random weights that may help nothing, and is kept all the same."""
+    falling = lambda self, indices: 2 - self.steps / 1000  # noqa: E731
+    scales._Training.mean_divergence = falling  # type: ignore[method-assign]
+    return [*gptq(), ScaleTuningModifier(epochs=3, batch_size=1, learning_rate=0.01)]
+
+
 def dropped() -> list[Any]:
     """Experts go when all batches have come; what comes behind in the next pass has none."""
     return [
@@ -194,6 +204,7 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
     "rotated_between": rotated_between,
     "smoothed": smoothed,
     "learned": learned,
+    "tuned": tuned,
     "dropped": dropped,
     "dropped_quantized": dropped_quantized,
     "dropped_rounded": dropped_rounded,

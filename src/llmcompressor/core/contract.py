@@ -148,6 +148,8 @@ class Traits:
         joins: names of modifier classes whose pass it shares, module by module, if it comes after
             them, although each needs data.
         twin: it needs the original model's inputs alongside the compressed one's.
+        sees_original: it is shown the model and all batches before any modifier has changed
+            anything (:meth:`.Modifier.see_original`).
         propagates_error: later modules are calibrated with its error in their inputs.
         by_block: :meth:`.Modifier.finish` completes single blocks; others need not be loaded.
         observing_steps: optimizer steps of a training that it only observes, from its start on.
@@ -170,6 +172,7 @@ class Traits:
     begins_pass: bool = False
     joins: frozenset[str] = frozenset()
     twin: bool = False
+    sees_original: bool = False
     propagates_error: bool = True
     by_block: bool = False
     observing_steps: int = 0

@@ -53,6 +53,7 @@ from llmcompressor.runtime.limits import MAX_FIELD_VALUES, copy_values
 from llmcompressor.runtime.progress import join_names
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
     from llmcompressor.runtime.collectives import Ranks
@@ -346,6 +347,20 @@ class Modifier(HooksMixin):
             data: size of the calibration data.
         """
         return Cost()
+
+    def see_original(
+        self, state: State, batches: Sequence[tuple[Mapping[str, Any], Tensor | None]]
+    ) -> None:
+        """Look at the original model, before the first pass of a run.
+
+        Called if it declares :attr:`~.Traits.sees_original`. Blocks are loaded by
+        :meth:`.BlockSource.visits`, and nothing may be changed.
+
+        Args:
+            state: state of the run; the model is in evaluation mode.
+            batches: the model's arguments with the bool mask ``[batch, tokens]`` of the real
+                tokens, ``None`` if all are.
+        """
 
     # ---- several ranks, each with a part of the samples
 

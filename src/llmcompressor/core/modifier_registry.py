@@ -33,6 +33,7 @@ _BUILTIN = LazyRegistry(
         "QuIPModifier": "llmcompressor.modifiers.rotation:QuIPModifier",
         "QuantizationModifier": "llmcompressor.modifiers.quantization:QuantizationModifier",
         "REAPPruningModifier": "llmcompressor.modifiers.reap:REAPPruningModifier",
+        "ScaleTuningModifier": "llmcompressor.modifiers.scale_tuning:ScaleTuningModifier",
         "SmoothQuantModifier": "llmcompressor.modifiers.smoothquant:SmoothQuantModifier",
         "SpinQuantModifier": "llmcompressor.modifiers.rotation:SpinQuantModifier",
         "SparseGPTModifier": "llmcompressor.modifiers.sparsity:SparseGPTModifier",

@@ -21,6 +21,7 @@ from torch.nn import Module
 from llmcompressor.core.contract import DataUse, Edits
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.logger import logger
+from llmcompressor.pipelines.batches import calibration_batches
 from llmcompressor.pipelines.registry import PIPELINES, infer_pipeline
 from llmcompressor.recipe import Recipe
 from llmcompressor.session.functions import active_session
@@ -124,6 +125,7 @@ def run_passes(
     """
     session = active_session()
     lifecycle, blocks = session.lifecycle, session.state.run.block_source
+    _show_original(passes, model, batches, dataset_args)
     whole = lifecycle.recipe
     blocks.one_by_one = pipeline == "independent"
     try:
@@ -141,3 +143,22 @@ def run_passes(
             PIPELINES.load(name)()(model, batches, dataset_args)
     finally:
         lifecycle.recipe = whole
+
+
+def _show_original(
+    passes: Sequence[Sequence[Modifier]],
+    model: Module,
+    batches: Any,
+    dataset_args: DatasetArguments,
+) -> None:
+    """Show the model to the modifiers that have to see it as it is before the first pass."""
+    state = active_session().state
+    every = {id(one): one for modifiers in passes for one in modifiers}
+    looking = [one for one in every.values() if one.traits.sees_original]
+    if not looking:
+        return
+    use_mask = dataset_args.use_loss_mask
+    with calibration_batches(model, batches, state, use_loss_mask=use_mask) as data:
+        pairs = [(batch, data.mask(index)) for index, batch in enumerate(data)]
+        for modifier in looking:
+            modifier.see_original(state, pairs)
