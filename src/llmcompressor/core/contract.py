@@ -62,6 +62,7 @@ class RecipeRules:
         renamed: field name of an earlier release → current name; both are accepted.
         moved: field of an earlier release without effect → its replacement, which a warning names.
         needs_time: it acts from its start to its end, which therefore has to be later.
+        takes_quantized: in a training it works on a model that an earlier run has quantized.
         uses_teacher: it learns from the session's teacher, so tokens without a label count too.
         changes_weights: it changes weights of the model. In a training each process's shard then
             has to be the weight itself, and the model may have no adapters.
@@ -74,6 +75,7 @@ class RecipeRules:
     renamed: Mapping[str, str] = field(default_factory=dict)
     moved: Mapping[str, str] = field(default_factory=dict)
     needs_time: bool = False
+    takes_quantized: bool = False
     uses_teacher: bool = False
     changes_weights: bool = False
 

@@ -252,7 +252,8 @@ class _Run:
         """Load, train and write the model."""
         task = self.task
         device = _device(task)
-        self.model = load_whole_model(task, device=str(device))
+        goes_on = any(one.rules.takes_quantized for one in task.recipe.modifiers)
+        self.model = load_whole_model(task, device=str(device), goes_on=goes_on)
         _move_given_model(self.model, task, device)
         check_finite_weights(self.model)
         _check_precision(self.model, task)

@@ -601,7 +601,9 @@ class Training(Task):
         return RunIdentity(
             task="train",
             place=self.place,
-            source=source_fingerprint(inspect_source(given, allow_absent=True))
+            source=source_fingerprint(
+                inspect_source(given, allow_quantized=True, allow_absent=True)
+            )
             if of_folder
             else None,
             model=self._fingerprint_at_start(model_fingerprint(model)),

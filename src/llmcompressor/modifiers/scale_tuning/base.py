@@ -16,7 +16,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor
-from torch.nn import Linear, Module
+from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.core.contract import (
     Cost,
@@ -47,6 +47,7 @@ from llmcompressor.modifiers.scale_tuning.model import (
     TunedTensors,
     moved_gain,
 )
+from llmcompressor.modifiers.scale_tuning.training import TrainedOffsets
 from llmcompressor.modifiers.scale_tuning.tune import (
     OriginalOutputs,
     TuningOptions,
@@ -61,13 +62,16 @@ from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.bridge import needs_global_scale, scale_format_of
 
 Tuned = Literal["scales", "norms"]
+_OF_CALIBRATION = frozenset({"epochs", "learning_rate", "batch_size", "seed"})
+"""Fields without effect in a training."""
 
 
 class ScaleTuningModifier(Modifier):
     """Train the scales of quantized weights, and the gains of norms, with frozen codes.
 
-    It stands after the modifiers that quantize. Codes, zero points and static scales of activations
-    stay as they are, and so do the names, shapes and dtypes of all stored tensors.
+    It stands after the modifiers that quantize. In a training it takes a quantized model: the
+    trainer's loss, rate and batches take the place of its own. Codes, zero points and static scales
+    of activations stay as they are, and so do the names, shapes and dtypes of all stored tensors.
 
     Attributes:
         targets: quantized modules whose scales are trained: class names, module names, ``re:``
@@ -80,9 +84,7 @@ class ScaleTuningModifier(Modifier):
         seed: of the order of the samples.
     """
 
-    rules: ClassVar[RecipeRules] = RecipeRules(
-        run_types=frozenset({"oneshot"}), changes_weights=True
-    )
+    rules: ClassVar[RecipeRules] = RecipeRules(changes_weights=True, takes_quantized=True)
 
     targets: str | list[str] = Field(default_factory=lambda: ["Linear"])
     ignore: str | list[str] = Field(default_factory=list)
@@ -96,6 +98,7 @@ class ScaleTuningModifier(Modifier):
     _original: OriginalOutputs | None = PrivateAttr(None)
     _result: TuningResult | None = PrivateAttr(None)
     _finished: set[Module] = PrivateAttr(default_factory=set)
+    _trained: TrainedOffsets | None = PrivateAttr(None)
 
     @field_validator("tune", mode="before")
     @classmethod
@@ -173,7 +176,57 @@ class ScaleTuningModifier(Modifier):
             if "norms" in self.tune and _is_norm(one) and not matches_any(name, one, ignored)
         }
         self._tensors = TunedTensors(weights, norms)
-        _head_of(model)
+        written = [one for one in quantized if hasattr(one, "quantization_status")]
+        if state.schedule.steps_per_epoch is not None or state.optimizer is not None:
+            self._begin_training(model, every, written=len(written) == len(quantized))
+        elif len(written) == len(quantized):
+            raise TargetError(
+                f"The model is quantized already, and {self._name} compares with the original one.",
+                "Use train, with the original as distill_teacher; or quantize the original here.",
+            )
+        else:
+            _head_of(model)
+        return True
+
+    def _begin_training(self, model: Module, every: Mapping[str, Module], *, written: bool) -> None:
+        """Put the trained offsets on a quantized model."""
+        if not written:
+            raise TargetError(
+                f"{self._name} trains scales of a quantized model, and this one is not yet.",
+                "Give train what oneshot has written; or use oneshot with both modifiers.",
+            )
+        states = [
+            name
+            for name, one in every.items()
+            if hasattr(one, "quantization_scheme") and not isinstance(one, Linear | Embedding)
+        ]
+        if states:
+            raise TargetError(
+                f"The keys and values of {join_names(states)} are quantized, and pass no gradient.",
+                "Train a model without a quantized cache.",
+            )
+        idle = sorted(self.model_fields_set & _OF_CALIBRATION)
+        if idle:
+            logger.warning(
+                f"{self._name}: without effect in a training: {join_names(idle)}. The trainer has "
+                "such arguments."
+            )
+        self._trained = TrainedOffsets(self, model, self._tensors)
+
+    def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
+        """Register the hooks again; offsets are parameters of the model."""
+        if self._trained is not None:
+            self.remove_hooks()
+            self._trained.watch()
+
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        """Give modules what a training has learned, unless an error has ended it."""
+        if self._trained is not None:
+            self.remove_hooks()
+            offsets = self._trained.remove()
+            self._trained = None
+            if not state.schedule.aborted:
+                self._put(offsets, [*self._tensors.weights, *self._tensors.norms])
         return True
 
     def _find_weights(
@@ -258,10 +311,12 @@ class ScaleTuningModifier(Modifier):
     ) -> None:
         """Nothing is collected; modules are changed when they are finished."""
 
-    @torch.no_grad()
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Give loaded modules their trained scales and gains."""
-        offsets: Mapping[str, Tensor] = {} if self._result is None else self._result.offsets
+        self._put({} if self._result is None else self._result.offsets, modules)
+
+    @torch.no_grad()
+    def _put(self, offsets: Mapping[str, Tensor], modules: Iterable[Module]) -> None:
         for module, name in self._waiting(modules):
             if name in offsets and module in self._tensors.weights:
                 coded = self._tensors.coded(module).with_scale_at(offsets[name])

@@ -218,7 +218,7 @@ class TunedModel:
         handles = []
         if leaves:
             quantized = (one for one in self._model.modules() if isinstance(one, Linear))
-            handles = [one.register_forward_pre_hook(_round_input) for one in quantized]
+            handles = [one.register_forward_pre_hook(round_input) for one in quantized]
         outside = {one: self._values(one, leaves) for one in self._outside if one._parameters}
         try:
             with (
@@ -250,7 +250,7 @@ class TunedModel:
         return own | {name: one.to(self._dtype) for name, one in wide.items()}
 
 
-def _round_input(module: Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def round_input(module: Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Quantize the input of a quantized Linear as a server does."""
     scheme: Any = getattr(module, "quantization_scheme", None)
     if scheme is None or scheme.input_activations is None:

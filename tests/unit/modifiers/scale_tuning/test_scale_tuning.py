@@ -34,6 +34,9 @@ from llmcompressor.modifiers.sparsity import WandaPruningModifier
 from llmcompressor.pipelines.batches import calibration_mode
 
 HEAD = ["lm_head"]
+IDS = torch.cat([one["input_ids"] for one in tiny.batches(tokens=24, number=7)]).tolist()
+ROWS = [{"input_ids": row[: 24 - place // 2]} for place, row in enumerate(IDS)]
+"""Of seven lengths, so that two are run as one: too few batches to hold one out."""
 
 
 def low(bits: int = 3, *, symmetric: bool = True, **fields: Any) -> QuantizationModifier:
@@ -77,11 +80,20 @@ def folder_of(place: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) 
 
 
 def run(model: Any, recipe: list[Any], output: Path | None, **more: Any) -> Any:
-    """Rows of seven lengths, so that two are run as one: too few batches to hold one out."""
-    ids = torch.cat([one["input_ids"] for one in tiny.batches(tokens=24, number=7)]).tolist()
-    rows = [{"input_ids": row[: 24 - place // 2]} for place, row in enumerate(ids)]
     in_order: dict[str, Any] = {"shuffle_calibration_samples": False, "verify": False}
-    return oneshot(model=model, recipe=recipe, dataset=rows, output_dir=output, **in_order, **more)
+    return oneshot(model=model, recipe=recipe, dataset=ROWS, output_dir=output, **in_order, **more)
+
+
+@torch.no_grad()
+def divergence(model: Any, dense: Any) -> float:
+    """KL from the dense model's predictions, the mean over all tokens of the data."""
+    total = tokens = 0.0
+    for row in ROWS:
+        ids = torch.tensor([row["input_ids"]])
+        own, other = (one(input_ids=ids).logits.float().log_softmax(-1) for one in (model, dense))
+        total += float((other.exp() * (other - own)).sum())
+        tokens += ids.numel()
+    return total / tokens
 
 
 def recorded(folder: Path) -> dict[str, Any]:
@@ -171,6 +183,8 @@ def test_codes_stay_and_the_model_comes_nearer(scheme: str, tmp_path: Path) -> N
     assert all(name.endswith(("weight_scale", "norm.weight")) for name in changed)
     found = recorded(tmp_path / "tuned")
     assert found["divergence_after"] < found["divergence_before"]
+    dense = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
+    assert divergence(model, dense) == pytest.approx(found["divergence_after"], rel=1e-4)
     verify(tmp_path / "tuned", reference=str(source))
     with loading_compressed():
         read = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype="auto").eval()
