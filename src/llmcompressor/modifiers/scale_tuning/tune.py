@@ -38,8 +38,8 @@ _PRODUCTS = 5
 """Of an epoch: forward, forward again, gradients of inputs and of weights; some to compare."""
 _DECODED = 16
 """Bytes per weight of a block: float32 codes, values, the weight it runs with and its gradient."""
-_HELD = 16
-"""Bytes per trained number: value, two means and gradient."""
+_HELD = 20
+"""Bytes per trained number: value, two means, gradient and the best value."""
 _SAVED = 1.5
 """Elements that a backward reads, over those that go into Linears and come out of them."""
 _LOGIT_BYTES = 24
@@ -168,30 +168,29 @@ def tune_scales(
         source: keeps the progress, where the run can be continued.
 
     Returns:
-        The trained offsets if they are better than none on the batches that are compared, which
-        are held out from the steps if there are enough.
+        Of the offsets after each epoch, and of none, those with the least divergence on the batches
+        that are compared, which are held out from the steps if there are enough.
     """
     training, compared = split_batches(len(original.batches))
     rows = [original.rows(index) for index in range(len(original.batches))]
     steps = step_batches(training, rows, options)
     run = _Training(model, starts, original, source)
     if not run.resume():
-        run.before = run.mean_divergence(compared)
+        run.before = run.least = run.mean_divergence(compared)
         run.keep()
     with progress(len(steps) - run.steps, "Tuning scales") as advance:
         for number in range(run.steps, len(steps)):
             loss = run.step(steps[number], options.rate * (1 - number / len(steps)))
+            if (number + 1) % (len(steps) // options.epochs) == 0:
+                run.compare(compared)
             run.keep_if_due(last=number + 1 == len(steps))
             advance(1, note=f"divergence {loss:.4f}")
-    if run.after is None:
-        run.after = run.mean_divergence(compared)
-        run.keep()
-    told = f"{len(steps)} steps: divergence {run.before:.4f} before, {run.after:.4f} after"
-    if run.after >= run.before:
+    told = f"{len(steps)} steps: divergence {run.before:.4f} before, {run.least:.4f} at best"
+    if run.least >= run.before:
         logger.warning(f"Scales tuned in {told}. They are no better, so the first ones are kept.")
         return TuningResult({}, len(steps), run.before, run.before)
     logger.info(f"Scales tuned in {told}.")
-    return TuningResult(run.offsets, len(steps), run.before, run.after)
+    return TuningResult(run.best, len(steps), run.before, run.least)
 
 
 class _Training:
@@ -200,7 +199,8 @@ class _Training:
     Attributes:
         steps: number of completed steps.
         before: divergence on the batches that are compared, before the first step.
-        after: the same after the last one; ``None`` while there are steps to take.
+        least: the least one so far.
+        best: the offsets that have it.
     """
 
     def __init__(
@@ -212,8 +212,8 @@ class _Training:
     ) -> None:
         self._model, self._original, self._source = model, original, source
         self._states = {name: AdamState.of(one) for name, one in starts.items()}
-        self.steps, self.before = 0, 0.0
-        self.after: float | None = None
+        self.steps, self.before, self.least = 0, 0.0, 0.0
+        self.best = {name: torch.zeros_like(one) for name, one in starts.items()}
         self._keeping_time, self._since = 0.0, time.monotonic()
 
     @property
@@ -237,6 +237,13 @@ class _Training:
         for name, gradient in gradients.items():
             self._states[name].step(gradient, rate, self.steps)
         return loss
+
+    def compare(self, indices: Sequence[int]) -> None:
+        """Keep the present offsets if they are the best ones on some batches."""
+        found = self.mean_divergence(indices)
+        if found < self.least:
+            self.least = found
+            self.best = {name: one.clone() for name, one in self.offsets.items()}
 
     @torch.no_grad()
     def mean_divergence(self, indices: Sequence[int]) -> float:
@@ -268,10 +275,10 @@ class _Training:
         for name, one in self._states.items():
             for part in ("value", "mean", "square"):
                 getattr(one, part).copy_(tensors[f"{part} {name}"])
+            self.best[name].copy_(tensors[f"best {name}"])
         self.steps, self.before = figures["steps"], figures["before"]
-        self.after = figures["after"]
-        if self.after is None:
-            logger.info(f"The tuning of scales goes on behind step {self.steps}.")
+        self.least = figures["least"]
+        logger.info(f"The tuning of scales goes on behind step {self.steps}.")
         return True
 
     def keep_if_due(self, *, last: bool) -> None:
@@ -288,7 +295,8 @@ class _Training:
             for name, one in self._states.items()
             for part in ("value", "mean", "square")
         }
-        figures = {"steps": self.steps, "before": self.before, "after": self.after}
+        tensors |= {f"best {name}": one for name, one in self.best.items()}
+        figures = {"steps": self.steps, "before": self.before, "least": self.least}
         self._source.remember(_PROGRESS, tensors, figures)
         self._since = time.monotonic()
         self._keeping_time = self._since - began

@@ -108,10 +108,8 @@ def recorded(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("scheme", ["symmetric", "asymmetric"])
 def test_the_gradient_is_that_of_one_graph(scheme: str) -> None:
     model, dense = tiny.llama(), tiny.llama()
-    modifier = tuning()
-    run(model, RECIPES[scheme](), None)
-    with create_session() as session:
-        session.initialize(model=model, recipe=[modifier])
+    modifier = tuning(epochs=0)
+    run(model, [*RECIPES[scheme](), modifier], None)
     tensors = modifier._tensors
     batch = tiny.padded(tiny.batches()[:1], 3)[0]
     mask = batch["attention_mask"].bool()
@@ -323,9 +321,8 @@ def test_wrong_fields_are_refused(fields: dict[str, Any]) -> None:
 
 
 def test_a_pipeline_that_shows_no_original_is_told() -> None:
-    model, modifier = tiny.llama(), tuning()
-    run(model, [low()], None)
+    modifier = tuning()
     with create_session() as session:
-        session.initialize(model=model, recipe=[modifier])
+        session.initialize(model=tiny.llama(), recipe=[low(), modifier])
         with pytest.raises(LifecycleError, match="not shown"):
             modifier.on_calibration_start(session.state, None)  # type: ignore[arg-type]
