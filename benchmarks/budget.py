@@ -28,10 +28,12 @@ from quality import SAMPLES
 from tables import machine, table
 from text import WINDOW, calibration_files, held_out_file
 
+from llmcompressor.schemes.budget import DEFAULT_SAMPLES
+
 AUTO_ROUND = "auto-round==0.16.1"
 OTHER = "AutoScheme"
 GRADIENTS = 16
-"""Samples that either search takes."""
+"""Samples that AutoScheme's search takes."""
 BITS = (3, 4, 5, 6, 8)
 SCALE_BITS = 16
 HALF = smollm2.SAMPLES // 2
@@ -216,8 +218,8 @@ def render(results: dict, subject: Subject) -> str:
             f"# A bit budget on {subject.title}",
             f"{machine()}.",
             f"GPTQ with its defaults, {subject.samples} x {subject.length} calibration tokens, "
-            f"{GRADIENTS} of the samples for the budget's gradients, candidates of {bits} bits "
-            f"with groups of {subject.group}. KL from the dense model on {subject.windows} "
+            f"{DEFAULT_SAMPLES} of the samples for the budget's gradients, candidates of {bits} "
+            f"bits with groups of {subject.group}. KL from the dense model on {subject.windows} "
             "held-out windows: mean of the seeds, and the lowest and highest of them. By rising "
             "bytes of the weight files, embeddings included. AutoScheme: the bits that the search "
             f"of {AUTO_ROUND.replace('==', ' ')} gives each Linear for as many bytes, from "

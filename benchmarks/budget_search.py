@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the search of a bit budget takes, beside one forward and one backward of its samples.
+"""What the search of a bit budget takes, beside one forward and one backward of 16 samples.
 
 benchmarks/budget_search.py [--model smollm2] [--rounds 3] [--output benchmarks/results/FILE.md]
 
 The search is timed inside ``oneshot``, which is ended when it is done. Beside it transformers alone
-computes the loss of the same 16 samples and its gradients: those of the activations, which the
-search needs, and those of the weights too, as training does. All run in turn, in several rounds, in
-one process on one thread; processor seconds count, the least of the rounds.
+computes the loss of 16 samples, among them those of the search, and its gradients: those of the
+activations, which the search needs, and those of the weights too, as training does. All run in
+turn, in several rounds, in one process on one thread; processor seconds count, the least of the
+rounds.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from llmcompressor import oneshot
 from llmcompressor.entrypoints import budget
 from llmcompressor.modifiers.quantization import GPTQModifier
+from llmcompressor.schemes.budget import DEFAULT_SAMPLES
 
 BATCH = 1
 
@@ -106,7 +108,7 @@ def main() -> None:
         "forward and backward, gradients of weights too": lambda: passes(
             model, tokens, weights=True
         ),
-        "search": lambda: search(folder, fields, tokens),
+        f"search, of {DEFAULT_SAMPLES} of them": lambda: search(folder, fields, tokens),
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(given.rounds):

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.budget.moments import MomentCollector, read_moments, write_moments
 from llmcompressor.budget.options import BudgetOptions
 from llmcompressor.checkpoint.block_reader import REST
 from llmcompressor.checkpoint.kept_statistics import KeptStatistics, StatisticsWriter
@@ -26,26 +26,21 @@ from llmcompressor.errors import ArgumentError, DatasetError, NonFiniteError, Ta
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_graph import model_device
-from llmcompressor.modeling.fused import fused_sets
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.offload import TensorStore, activation_budget, device_activation_budget
-from llmcompressor.numerics.gram import (
-    add_column_squares,
-    add_upper_product,
-    mirror_upper_,
-    packed_upper,
-    unpacked_upper,
-)
-from llmcompressor.numerics.sensitivity import compensated_columns, loss_rise
-from llmcompressor.pipelines.batches import CalibrationBatches, calibration_mode
+from llmcompressor.numerics.gram import mirror_upper_
+from llmcompressor.numerics.sampled_loss import sampled_loss
+from llmcompressor.numerics.sensitivity import compensated_shares, loss_rise
+from llmcompressor.pipelines.batches import CalibrationBatches, calibration_mode, is_text
 from llmcompressor.pipelines.block_gradients import watch_gradients
-from llmcompressor.quantization.parameters import observe_weight, weight_of
+from llmcompressor.quantization.parameters import WeightRanges, observe_weight, weight_of
+from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.progress import join_names, progress
 from llmcompressor.runtime.threads import short_spin_waits
 
-_ROWS = 512
-"""Tokens whose logits are in float32 at once."""
 _SEED = 20170
+_ROWS_APART = 1 << 32
+"""Between the seeds of two rows of a batch, each of which has a seed of its own by its place."""
 
 
 def measure_losses(
@@ -58,6 +53,7 @@ def measure_losses(
     device_memory: int | None = None,
     use_loss_mask: bool = False,
     keep_in: StatisticsWriter | None = None,
+    ranks: Ranks | None = None,
 ) -> list[list[float]]:
     """Measure the expected rise of the mean loss of a token, in nats, for each set and candidate.
 
@@ -70,19 +66,22 @@ def measure_losses(
         device_memory: limit for bytes on an accelerator; ``None``: its free memory.
         use_loss_mask: only tokens whose ``loss_mask`` is 1 count.
         keep_in: statistics to which all is added that other candidates need.
+        ranks: the ranks of the run, which share samples of plain text; each runs all others.
 
     Raises:
         DatasetError: there is no batch.
         TargetError: the model returns no logits.
         NonFiniteError: the loss is NaN or infinite.
     """
-    data = CalibrationBatches(
-        model, first_samples(batches, options.budget.samples), use_loss_mask=use_loss_mask
-    )
+    samples = first_samples(batches, options.budget.samples)
+    if ranks is not None and (len(samples) < ranks.count or not all(map(is_text, samples))):
+        ranks = None
+    data = CalibrationBatches(model, samples, use_loss_mask=use_loss_mask, ranks=ranks)
     names = {module: name for name, module in named_modules(model)}
     wanted = {name for own in options.sets for name in own}
     linears = [module for module, name in names.items() if name in wanted]
-    errors = RoundingErrors(model, options, names, keep_in=keep_in)
+    count = len(data) if ranks is None else sum(ranks.exchange(len(data), what="batches"))
+    errors = RoundingErrors(model, options, names, batches=count, keep_in=keep_in, ranks=ranks)
     blocks = find_blocks(model)
     shelf = TensorStore(
         activation_budget(budget), device_activation_budget(model_device(model), device_memory)
@@ -102,18 +101,22 @@ def measure_losses(
             shelf=shelf,
             leave=leave,
         )
-        inside = {inner for block in blocks for inner in block.modules()}
-        errors.settle(one for one in linears if one not in inside)
+        errors.settle(one for one in linears if not errors.has(one))  # no block was called with it
     if not all(map(torch.isfinite, torch.tensor(losses))):
         raise NonFiniteError("The loss of the model is not finite on the calibration samples.")
     if keep_in is not None:
-        samples = options.budget.samples
-        keep_in.contents.loss_of = {"samples": samples, "tokens": data.real_tokens}
+        asked = options.budget.samples
+        keep_in.contents.loss_of = {"samples": asked, "tokens": data.real_tokens}
     return errors.by_set(data.real_tokens)
 
 
 def kept_losses(
-    model: Module, options: BudgetOptions, source: BlockSource, statistics: KeptStatistics
+    model: Module,
+    options: BudgetOptions,
+    source: BlockSource,
+    statistics: KeptStatistics,
+    *,
+    ranks: Ranks | None = None,
 ) -> list[list[float]]:
     """What :func:`measure_losses` has found, for any candidates, from what it has kept.
 
@@ -122,6 +125,7 @@ def kept_losses(
         options: the sets and candidates.
         source: loads the blocks.
         statistics: of this model.
+        ranks: the ranks of the run, which share the modules.
 
     Raises:
         ArgumentError: they have nothing for a budget, or not for all modules or as many samples.
@@ -138,21 +142,24 @@ def kept_losses(
             "another folder.",
         )
     names = {module: name for name, module in named_modules(model)}
-    errors = RoundingErrors(model, options, names, kept=statistics)
+    errors = RoundingErrors(model, options, names, kept=statistics, ranks=ranks)
     _settle_all(errors, source)
     return errors.by_set(statistics.loss_of["tokens"])
 
 
-def weight_errors(model: Module, options: BudgetOptions, source: BlockSource) -> list[list[float]]:
+def weight_errors(
+    model: Module, options: BudgetOptions, source: BlockSource, *, ranks: Ranks | None = None
+) -> list[list[float]]:
     """Half the squared error of all weights, for each set and candidate, without any data.
 
     Args:
         model: the model, unquantized; its blocks may have no weights.
         options: the sets and candidates.
         source: loads the blocks.
+        ranks: the ranks of the run, which share the modules.
     """
     names = {module: name for name, module in named_modules(model)}
-    errors = RoundingErrors(model, options, names, without_data=True)
+    errors = RoundingErrors(model, options, names, without_data=True, ranks=ranks)
     _settle_all(errors, source)
     return errors.by_set(1)
 
@@ -171,23 +178,29 @@ def _settle_all(errors: RoundingErrors, source: BlockSource) -> None:
 
 
 def first_samples(batches: Iterable[Mapping[str, Any]], samples: int) -> list[dict[str, Any]]:
-    """The first batches, up to a number of samples; of the last one the first rows."""
+    """The first samples, one a batch; batches that are more than text stay whole.
+
+    Samples alone do not depend on how they were batched, and ranks can share them. Those of equal
+    length are run together anyway.
+    """
     found: list[dict[str, Any]] = []
     left = samples
     for batch in batches:
         ids = batch.get("input_ids")
         rows = len(ids) if isinstance(ids, Tensor) and ids.ndim > 1 else 1
-        if rows > left:
-            own = {
-                name: one[:left]
-                if isinstance(one, Tensor) and one.ndim and len(one) == rows
-                else one
+        taken = min(rows, left)
+        if is_text(batch):
+            found += [
+                {name: one[row : row + 1] for name, one in batch.items()} for row in range(taken)
+            ]
+        else:
+            cut = {
+                name: one[:taken]
                 for name, one in batch.items()
+                if taken < rows and isinstance(one, Tensor) and one.ndim and len(one) == rows
             }
-            found.append(own)
-            break
-        found.append(dict(batch))
-        left -= rows
+            found.append({**batch, **cut})
+        left -= taken
         if left == 0:
             break
     if not found:
@@ -196,7 +209,10 @@ def first_samples(batches: Iterable[Mapping[str, Any]], samples: int) -> list[di
 
 
 class _SampledLoss:
-    """Sum of the losses of a batch's tokens, with labels that are drawn from the predictions."""
+    """Sum of the losses of a batch's tokens, with labels that are drawn from the predictions.
+
+    The draws of a sample depend on its place among all samples, not on its batch.
+    """
 
     def __init__(self, batches: CalibrationBatches) -> None:
         self._batches = batches
@@ -211,88 +227,71 @@ class _SampledLoss:
             )
         mask = self._batches.mask(index)
         is_alike = mask is not None and mask.shape == logits.shape[:-1]
-        flat_TV = logits[mask.to(logits.device)] if is_alike else logits.flatten(0, -2)  # type: ignore[union-attr]  # is_alike says so
-        dice = torch.Generator(device=flat_TV.device).manual_seed(_SEED + index)
-        total = flat_TV.new_zeros((), dtype=torch.float32)
-        for part in torch.split(flat_TV, _ROWS):
-            wide_TV = part.float()
-            drawn = torch.multinomial(wide_TV.detach().softmax(dim=-1), 1, generator=dice)[:, 0]
-            total = total + torch.nn.functional.cross_entropy(wide_TV, drawn, reduction="sum")
-        return total
+        if mask is not None and is_alike:
+            counts = mask.sum(dim=-1).tolist()
+            counted_TV = logits[mask.to(logits.device)]
+        else:
+            rows = len(logits) if logits.ndim > 2 else 1
+            counted_TV = logits.flatten(0, -2)
+            counts = [len(counted_TV) // rows] * rows
+        draws = []
+        for sample, count in zip(self._samples(index, len(counts)), counts, strict=True):
+            dice = torch.Generator().manual_seed(_SEED + sample)
+            draws.append(torch.rand(count, generator=dice))
+        return sampled_loss(counted_TV, torch.cat(draws).to(logits.device))
+
+    def _samples(self, index: int, rows: int) -> list[int]:
+        """A number of each sample of a batch that no other sample has."""
+        pairs = zip(self._batches.numbers(index), self._batches.sizes(index), strict=True)
+        found = [number + row * _ROWS_APART for number, size in pairs for row in range(size)]
+        return found if len(found) == rows else [found[0] + row for row in range(rows)]
 
 
-@dataclass
-class _Moments:
-    """Sums over the tokens of a Linear.
+class RoundingErrors:
+    """Collects moments, and makes losses of them when the weights of a block are at hand.
 
-    Attributes:
-        gradient_R: squares of the output's gradients, float32.
-        input_C: squares of the inputs, float32.
-        felt_C: the same, of each token times the squares of its gradient, float32.
-        gram_CC: their products, of the first of the Linears that share an input, if asked for.
-        tokens: number of tokens.
+    Args:
+        model: the model.
+        options: the sets and candidates.
+        names: of the modules.
+        batches: how many batches there are, of all ranks.
+        without_data: all inputs and gradients count as 1.
+        keep_in: statistics to which all is added that other candidates need.
+        kept: statistics in the place of batches.
+        ranks: the ranks that run the batches, each a part of them.
     """
 
-    gradient_R: Tensor
-    input_C: Tensor
-    felt_C: Tensor
-    gram_CC: Tensor | None = None
-    tokens: int = 0
+    def __init__(
+        self,
+        model: Module,
+        options: BudgetOptions,
+        names: Mapping[Module, str],
+        *,
+        batches: int = 1,
+        without_data: bool = False,
+        keep_in: StatisticsWriter | None = None,
+        kept: KeptStatistics | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.options, self.names = options, names
+        self._without_data, self._keep_in, self._kept = without_data, keep_in, kept
+        self._ranks = ranks or Ranks()
+        self._collector = MomentCollector(
+            model,
+            [name for own in options.sets for name in own],
+            batches=batches,
+            with_products=options.modifier.compensates or keep_in is not None,
+        )
+        self._losses: dict[str, list[float]] = {}
+        self._settled: set[str] = set()
 
-    @property
-    def felt_mean(self) -> Tensor:
-        """The mean square of each input, of tokens weighted by the squares of their gradients."""
-        return self.felt_C / self.gradient_R.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    def has(self, module: Module) -> bool:
+        """Return True if the losses of a module are computed, here or on another rank."""
+        return self.names[module] in self._settled
 
-
-@dataclass
-class RoundingErrors:
-    """Collects moments, and makes losses of them when the weights of a block are at hand."""
-
-    model: Module
-    options: BudgetOptions
-    names: Mapping[Module, str]
-    without_data: bool = False
-    keep_in: StatisticsWriter | None = None
-    kept: KeptStatistics | None = None
-    _moments: dict[str, _Moments] = field(default_factory=dict)
-    _losses: dict[str, list[float]] = field(default_factory=dict)
-    _leaders: dict[str, str] = field(default_factory=dict)
-    _joined: dict[str, Sequence[str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        wanted = {name for own in self.options.sets for name in own}
-        self._leaders = {name: name for name in wanted}
-        self._joined = {name: (name,) for name in wanted}
-        for joined in fused_sets(self.model):  # they read one input
-            own = [name for name in joined if name in wanted]
-            self._leaders |= dict.fromkeys(own, own[0] if own else "")
-            self._joined |= {name: joined for name in own[:1]}
-
-    @torch.no_grad()
     def watch(self, module: Module, given: Tensor, gradient: Tensor) -> None:
         """Add the tokens of a call."""
-        name = self.names[module]
-        input_TC, gradient_TR = given.flatten(0, -2), gradient.flatten(0, -2)
-        seen = gradient_TR.any(dim=-1)  # the others are padding, or what nothing is made of
-        if not bool(seen.all()):
-            input_TC, gradient_TR = input_TC[seen], gradient_TR[seen]
-        moments = self._moments.get(name)
-        if moments is None:
-            rows, columns = gradient_TR.shape[-1], input_TC.shape[-1]
-            empty = torch.zeros(rows + 2 * columns, dtype=torch.float32, device=input_TC.device)
-            gradient_R, input_C, felt_C = torch.split(empty, [rows, columns, columns])
-            moments = self._moments[name] = _Moments(gradient_R, input_C, felt_C)
-            is_used = self.options.modifier.compensates or self.keep_in is not None
-            if is_used and self._leaders[name] == name:
-                moments.gram_CC = empty.new_zeros(columns, columns)
-        moments.tokens += len(input_TC)
-        add_column_squares(moments.gradient_R, gradient_TR)
-        add_column_squares(moments.input_C, input_TC)
-        energy_T = torch.linalg.vector_norm(gradient_TR, dim=-1, dtype=torch.float32).square_()
-        add_column_squares(moments.felt_C, input_TC, energy_T)
-        if moments.gram_CC is not None:
-            add_upper_product(moments.gram_CC, input_TC)
+        self._collector.add(self.names[module], given, gradient)
 
     @torch.no_grad()
     def settle(self, modules: Iterable[Module], block: str = REST) -> None:
@@ -302,21 +301,29 @@ class RoundingErrors:
             modules: all of a block.
             block: its name.
         """
-        own = {self.names[one]: one for one in modules if self.names.get(one) in self._leaders}
-        if self.kept is not None:
-            self._moments = _read_moments(self.kept, block, self._joined)
-        if self.keep_in is not None:
-            found = {name: self._moments[name] for name in own if name in self._moments}
-            _write_moments(self.keep_in, block, found)
+        found, leaders = self._collector, self._collector.leaders
+        own = {self.names[one]: one for one in modules if self.names.get(one) in leaders}
+        found.finish()
+        if self._kept is not None:
+            found.moments = read_moments(self._kept, block, found.joined)
+        if self._kept is None and not self._without_data:
+            found.add_up(own, self._ranks)
+        if self._keep_in is not None:
+            kept = {name: found.moments[name] for name in own if name in found.moments}
+            write_moments(self._keep_in, block, kept)
+        # of ranks each has the losses of its own inputs, which are put together at the end
+        order = {leader: place for place, leader in enumerate(dict.fromkeys(map(leaders.get, own)))}
         shares: dict[str, Tensor] = {}
         for name, module in own.items():
-            self._losses[name] = self._losses_of(name, module, shares)
+            if order[leaders[name]] % self._ranks.count == self._ranks.rank:
+                self._losses[name] = self._losses_of(name, module, shares)
+        self._settled.update(own)
         for name in own:
-            self._moments.pop(name, None)
+            found.moments.pop(name, None)
 
     def _losses_of(self, name: str, module: Module, shares: dict[str, Tensor]) -> list[float]:
-        weight_RC, moments = weight_of(module).detach(), self._moments.get(name)
-        if self.without_data:
+        weight_RC, moments = weight_of(module).detach(), self._collector.moments.get(name)
+        if self._without_data:
             gradient_R, column_C = (
                 weight_RC.new_ones(size, dtype=torch.float32) for size in weight_RC.shape
             )
@@ -328,32 +335,33 @@ class RoundingErrors:
             column_C = moments.felt_mean
             if (left_C := self._left_by_compensation(name, shares)) is not None:
                 column_C = column_C * left_C
-        found = []
+        found, ranges = [], WeightRanges(weight_RC)
         for one in self.options.candidates:
             args = self.options.schemes[one][name].weights
             assert args is not None
-            rounded = observe_weight(weight_RC, args, importance_C=importance_C).round(weight_RC)
-            found.append(loss_rise(weight_RC.float() - rounded.float(), gradient_R, column_C))
+            own = observe_weight(weight_RC, args, importance_C=importance_C, found=ranges(args))
+            error_RC = weight_RC.float() - own.round(weight_RC)
+            found.append(loss_rise(error_RC, gradient_R, column_C))
         return found
 
     def _left_by_compensation(self, name: str, shares: dict[str, Tensor]) -> Tensor | None:
         """The share of each column's error that later columns do not make up for, if any do."""
-        leader = self._leaders[name]
-        first = self._moments.get(leader)
+        leader = self._collector.leaders[name]
+        first = self._collector.moments.get(leader)
         if not self.options.modifier.compensates or first is None or first.gram_CC is None:
             return None
         if leader not in shares:
             ordered = getattr(self.options.modifier, "actorder", None) is not None
-            gram_CC = mirror_upper_(first.gram_CC).div_(first.tokens)
-            pivots_C = compensated_columns(gram_CC, ordered=ordered)
-            shares[leader] = (pivots_C / gram_CC.diagonal()).nan_to_num_(0, 0, 0)
+            shares[leader] = compensated_shares(mirror_upper_(first.gram_CC), ordered=ordered)
         return shares[leader]
 
     def by_set(self, tokens: int) -> list[list[float]]:
         """The losses of each set and candidate, as a mean over ``tokens``."""
+        for found in self._ranks.exchange(self._losses, what="losses of a budget's candidates"):
+            self._losses |= found
         missed = (
             []
-            if self.without_data
+            if self._without_data
             else [
                 names[0]
                 for names in self.options.sets
@@ -370,39 +378,3 @@ class RoundingErrors:
             [sum(self._losses[name][place] for name in names) / tokens for place in places]
             for names in self.options.sets
         ]
-
-
-# --------------------
-# Moments that are kept for other candidates.
-
-
-def _write_moments(writer: StatisticsWriter, block: str, moments: Mapping[str, _Moments]) -> None:
-    tensors: dict[str, Tensor] = {}
-    for name, one in moments.items():
-        tensors[f"{name}.gradient"], tensors[f"{name}.input"] = one.gradient_R, one.input_C
-        tensors[f"{name}.felt"] = one.felt_C
-        if one.gram_CC is not None:
-            tensors[f"{name}.gram"] = packed_upper(one.gram_CC)
-    if moments:
-        writer.write_loss(block, tensors, {name: one.tokens for name, one in moments.items()})
-
-
-def _read_moments(
-    statistics: KeptStatistics, block: str, joined: Mapping[str, Sequence[str]]
-) -> dict[str, _Moments]:
-    """The moments of a block; ``joined`` has the Linears with the same input, by the first."""
-    tensors, tokens = statistics.loss(block)
-    found = {
-        name: _Moments(
-            tensors[f"{name}.gradient"],
-            tensors[f"{name}.input"],
-            tensors[f"{name}.felt"],
-            tokens=count,
-        )
-        for name, count in tokens.items()
-    }
-    for first, names in joined.items():
-        packed = next((p for name in names if (p := tensors.get(f"{name}.gram")) is not None), None)
-        if packed is not None and first in found:
-            found[first].gram_CC = unpacked_upper(packed, len(found[first].input_C))
-    return found

@@ -151,6 +151,7 @@ def losses_of(
     *,
     device_memory: int | None = None,
     keep_in: StatisticsWriter | None = None,
+    ranks: Ranks | None = None,
 ) -> list[list[float]]:
     """The loss of each set and candidate.
 
@@ -162,11 +163,12 @@ def losses_of(
         room: bytes that activations may take in main memory; ``None`` for half of what is free.
         device_memory: limit for bytes on an accelerator.
         keep_in: statistics that are being collected.
+        ranks: the ranks of the run, which share the work.
     """
     if job.statistics is not None:
-        return kept_losses(blocks.model, options, blocks, job.statistics)
+        return kept_losses(blocks.model, options, blocks, job.statistics, ranks=ranks)
     if batches is None:
-        return weight_errors(blocks.model, options, blocks)
+        return weight_errors(blocks.model, options, blocks, ranks=ranks)
     return measure_losses(
         blocks.model,
         options,
@@ -176,6 +178,7 @@ def losses_of(
         device_memory=device_memory,
         use_loss_mask=job.dataset_args.use_loss_mask,
         keep_in=keep_in,
+        ranks=ranks,
     )
 
 

@@ -776,6 +776,7 @@ class _Run:
         blocks.load(check=is_solved, tied=job.model_args.tie_word_embeddings)
         room = partial(blocks.activation_room, limits.room)
         device_memory = session.state.run.device_memory
+        ranks = session.state.run.ranks
         with keeping_statistics(
             job, blocks, self._batches, identity, session.state, room
         ) as writer:
@@ -787,8 +788,8 @@ class _Run:
                 room=room,
                 device_memory=device_memory,
                 keep_in=writer,
+                ranks=ranks,
             )
-            ranks = session.state.run.ranks
             self._budget = settle_budget(job, blocks, self.identity_before, measure, ranks=ranks)
 
     def _check_inputs(self, model: Module) -> None:

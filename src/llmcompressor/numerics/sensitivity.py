@@ -29,6 +29,8 @@ Hessian in the order of the sweep (LDLQ, arXiv:2307.13304, Theorem 1;
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,8 +38,76 @@ from llmcompressor.numerics.hessian import (
     SingularHessianError,
     factorize_with_rising_dampening,
 )
+from llmcompressor.runtime.threads import parallel_for
 
 _DAMPENING = 0.01
+_SQUARED_TOKENS = 256
+"""Tokens that are squared at once: few enough for a processor's cache."""
+
+
+def add_squares(sums_R: Tensor, gradient_TR: Tensor) -> Tensor:
+    """Add the sum of squares of each column to ``sums_R``, and return that of each token.
+
+    Args:
+        sums_R: float32, in place.
+        gradient_TR: floating dtype.
+
+    Returns:
+        The squares of each token, float32 ``[T]``.
+
+    >>> sums = torch.zeros(2)
+    >>> add_squares(sums, torch.tensor([[1.0, 2.0], [3.0, -1.0]])), sums
+    (tensor([ 5., 10.]), tensor([10.,  5.]))
+    """
+    pieces = torch.split(gradient_TR, _SQUARED_TOKENS)
+    by_piece_NR = sums_R.new_empty(len(pieces), len(sums_R))
+    by_token_T = sums_R.new_empty(len(gradient_TR))
+    tokens = torch.split(by_token_T, _SQUARED_TOKENS)
+
+    def add_up(number: int) -> None:
+        wide_TR = pieces[number].to(torch.float32, copy=True)
+        wide_TR.mul_(wide_TR)
+        torch.sum(wide_TR, dim=0, out=by_piece_NR[number])
+        torch.sum(wide_TR, dim=1, out=tokens[number])
+
+    _for_each(add_up, len(pieces), gradient_TR.device)
+    for sum_R in by_piece_NR:
+        sums_R += sum_R
+    return by_token_T
+
+
+def weighted_squares(input_TC: Tensor, weight_KT: Tensor) -> Tensor:
+    """The sum of squares of each column, for each of K weightings of the tokens.
+
+    Args:
+        input_TC: floating dtype.
+        weight_KT: float32.
+
+    Returns:
+        float32 ``[K, C]``.
+
+    >>> weighted_squares(torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([[1.0, 0.5]]))
+    tensor([[5.5000, 4.5000]])
+    """
+    pieces = torch.split(input_TC, _SQUARED_TOKENS)
+    weights = torch.split(weight_KT, _SQUARED_TOKENS, dim=1)
+    sums_NKC = weight_KT.new_empty(len(pieces), len(weight_KT), input_TC.shape[1])
+
+    def add_up(number: int) -> None:
+        wide_TC = pieces[number].to(torch.float32, copy=True)
+        wide_TC.mul_(wide_TC)
+        torch.mm(weights[number], wide_TC, out=sums_NKC[number])
+
+    _for_each(add_up, len(pieces), input_TC.device)
+    return sums_NKC.sum(dim=0)
+
+
+def _for_each(work: Callable[[int], None], count: int, device: torch.device) -> None:
+    if device.type == "cpu":
+        parallel_for(work, range(count))
+    else:
+        for number in range(count):
+            work(number)
 
 
 def loss_rise(error_RC: Tensor, gradient_R: Tensor, column_C: Tensor) -> float:
@@ -81,3 +151,21 @@ def compensated_columns(gram_CC: Tensor, *, ordered: bool) -> Tensor:
     if order_C is None:
         return pivots_C
     return torch.empty_like(pivots_C).index_copy_(0, order_C, pivots_C)
+
+
+def compensated_shares(gram_CC: Tensor, *, ordered: bool) -> Tensor:
+    """What a column sweep leaves of each column's mean square, as a share of it: float32 ``[C]``.
+
+    Args:
+        gram_CC: sum or mean of ``x xᵀ``, float32, symmetric.
+        ordered: as for :func:`compensated_columns`.
+
+    Returns:
+        The shares; 1 of a column of zeros.
+
+    >>> [round(float(one), 2) for one in compensated_shares(2 * torch.ones(2, 2), ordered=False)]
+    [0.02, 1.01]
+    """
+    diagonal_C = gram_CC.diagonal()
+    shares_C = compensated_columns(gram_CC, ordered=ordered) / diagonal_C
+    return shares_C.where(diagonal_C > 0, 1.0)

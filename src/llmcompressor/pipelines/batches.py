@@ -82,6 +82,11 @@ def merge_batches(
         yield _merged(held)
 
 
+def is_text(batch: Mapping[str, Any]) -> bool:
+    """Return True if all of a batch is text, of which each row is a sample of its own."""
+    return _merge_key(batch) is not None
+
+
 def _merge_key(batch: Mapping[str, Any]) -> object:
     """Key that is equal for batches that can be merged; ``None`` if a batch cannot be merged."""
     ids = batch.get("input_ids")

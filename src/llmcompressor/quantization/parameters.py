@@ -287,6 +287,28 @@ def weight_range(weight_RC: Tensor, args: QuantizationArgs) -> Range | None:
     return to_canonical(weight_RC.detach(), "weight", args).range_for_scales
 
 
+class WeightRanges:
+    """The ranges of a weight for several schemes: those of the same cells are found once.
+
+    Args:
+        weight_RC: the weight.
+    """
+
+    def __init__(self, weight_RC: Tensor) -> None:
+        self._weight_RC = weight_RC
+        self._found: dict[tuple[Any, ...], Range] = {}
+
+    def __call__(self, args: QuantizationArgs) -> Range | None:
+        """Return what :func:`weight_range` does."""
+        key = (partition_of(args), args.symmetric)
+        if key not in self._found or not uses_only_extremes(args):
+            found = weight_range(self._weight_RC, args)
+            if found is None:
+                return None
+            self._found[key] = found
+        return self._found[key]
+
+
 def uses_only_extremes(args: QuantizationArgs) -> bool:
     """Return True if the observer of a weight uses its extremes alone: one cheap pass over it."""
     name = default_observer(args, "weight")

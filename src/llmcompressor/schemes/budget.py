@@ -21,7 +21,7 @@ from llmcompressor.schemes.presets import preset_scheme
 
 DEFAULT_CANDIDATES = ("W4A16", "W8A16")
 """What every server reads side by side."""
-DEFAULT_SAMPLES = 16
+DEFAULT_SAMPLES = 8
 DEFAULT_ROUNDS = 6
 FEWEST_ROUNDS = 2
 """The last one measures the largest candidates, if none before has kept the limit."""
@@ -82,7 +82,7 @@ def parse_budget(value: Any) -> Budget:
         RecipeError: it is no mapping, a key is unknown, or a limit is out of range.
 
     >>> parse_budget({"size": "5.5GB"})
-    Budget(kind='size', limit=5500000000, samples=16, rounds=6)
+    Budget(kind='size', limit=5500000000, samples=8, rounds=6)
     """
     if isinstance(value, Budget):
         return value

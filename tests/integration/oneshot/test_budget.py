@@ -147,6 +147,28 @@ def test_a_model_in_memory_gets_what_its_folder_gets(
     assert schemes_of(run(model, None, recipe(budget={"bits": 5}))) == streamed
 
 
+def test_the_losses_do_not_depend_on_how_samples_are_batched(
+    folder: Callable[[str], Path],
+) -> None:
+    """Samples of several lengths, which are padded in batches of three and not alone."""
+    lengths = (16, 9, 16, 12, 16, 5, 7)
+    rows = [{"input_ids": list(range(3, 3 + length))} for length in lengths]
+    found = [
+        plan(
+            folder("llama"),
+            recipe(budget={"bits": 5, "samples": 7}),
+            dataset=rows,
+            max_seq_length=16,
+            batch_size=size,
+            data_collator="padding",
+        ).budget
+        for size in (1, 3)
+    ]
+    for one, other in zip(*found, strict=True):
+        assert one.bytes == other.bytes
+        assert one.loss == pytest.approx(other.loss, rel=1e-3)
+
+
 def test_without_a_model_class_errors_of_weights_decide(
     folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
