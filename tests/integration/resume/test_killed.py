@@ -71,7 +71,7 @@ BOUNDARIES = [
     *at("learned", {6}, {1, 2, 3, 4, 8, 10}),
     *at("learned", set(), {3}, kind="torn"),
     *at("learned", set(), {2}, kind="appended"),
-    *at("tuned", {7}, {2, 5, 6, 8, 10, 12}),
+    *at("tuned", {7}, {2, 5, 6, 8, 10}),
     *at("dropped", set(), {3, 4, 6, 9, 11}),
     *at("dropped_quantized", {5}, set(range(1, 14))),
     *at("dropped_rounded", set(), set(range(1, 10))),
