@@ -18,7 +18,7 @@ from llmcompressor.checkpoint.planned_tensors import PlannedTensors, plan_tensor
 from llmcompressor.checkpoint.save import planned_config
 from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.checkpoint.tensor_files import layout_files
-from llmcompressor.core.contract import PlannedModule
+from llmcompressor.core.contract import Edits, PlannedModule
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import quiet
@@ -107,6 +107,32 @@ def budgeted(modifiers: Iterable[Modifier]) -> QuantizationMixin | None:
     return found[0] if found else None
 
 
+def size_limit_of(modifiers: Iterable[Modifier]) -> int | None:
+    """The bytes that the weight files may take by the budget of a recipe; ``None`` without one."""
+    modifier = budgeted(modifiers)
+    budget = None if modifier is None else parse_budget(modifier.budget)
+    return int(budget.limit) if budget is not None and budget.kind == "size" else None
+
+
+def check_size_limit(limit: int | None, predicted: int) -> None:
+    """Refuse an output that is larger than its budget, with what other modifiers add to it.
+
+    Args:
+        limit: bytes that the weight files may take.
+        predicted: bytes that they will have, exactly.
+
+    Raises:
+        RecipeError: they are larger.
+    """
+    if limit is not None and predicted > limit:
+        raise RecipeError(
+            f"The budget allows {limit:,} bytes, and the weight files will have {predicted:,}: "
+            "other modifiers of the recipe add to what the budget has counted, as rotations at run "
+            "time and untied embeddings do.",
+            f"Give a budget that is {predicted - limit:,} bytes smaller, or leave them out.",
+        )
+
+
 class OptionFinder:
     """Finds the options of a budget, and predicts the bytes of what is chosen.
 
@@ -115,6 +141,9 @@ class OptionFinder:
         modifiers: of the recipe.
         modifier: the one with a budget.
         writing: how the output is written.
+
+    Raises:
+        RecipeError: another modifier removes parts of the model.
     """
 
     def __init__(
@@ -124,6 +153,12 @@ class OptionFinder:
         modifier: QuantizationMixin,
         writing: Writing,
     ) -> None:
+        if removing := [one for one in modifiers if Edits.STRUCTURE in one.traits.edits]:
+            raise RecipeError(
+                f"{type(removing[0]).__name__} removes parts of the model, which a budget would "
+                "count.",
+                "Remove them in a run of its own, and give its output to one with the budget.",
+            )
         self._model: Any = model
         self._modifier, self._writing = modifier, writing
         self._modules = dict(named_modules(model))

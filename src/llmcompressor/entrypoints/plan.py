@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from llmcompressor.args.parsing import told_by_name
-from llmcompressor.budget.options import BudgetOptions, OptionFinder, Writing, budgeted
+from llmcompressor.budget.options import (
+    BudgetOptions,
+    OptionFinder,
+    Writing,
+    budgeted,
+    check_size_limit,
+    size_limit_of,
+)
 from llmcompressor.budget.search import CurvePoint, allowance_of, choose, curve_of
 from llmcompressor.budget.sensitivity import kept_losses, measure_losses
 from llmcompressor.checkpoint.block_reader import BlockWeights
@@ -32,7 +39,7 @@ from llmcompressor.entrypoints.run import (
     whole_model_reason,
 )
 from llmcompressor.entrypoints.verify import check_servable, is_meant_unservable
-from llmcompressor.errors import ArgumentError, InputError, TargetError
+from llmcompressor.errors import ArgumentError, InputError, RecipeError, TargetError
 from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.numerics.products import float32_by_default
@@ -141,6 +148,9 @@ def plan_from_arguments(
     job = _DraftJob(**arguments)
     with gc_relaxed():
         subject = _subject(job)
+    limit = None
+    with suppress(RecipeError):  # several budgets: told by the plan of them
+        limit = size_limit_of(job.recipe.modifiers)
     curve = _plan_budget(job, subject, measure=measure is not False)
     tokens, batches, batch_samples = _count_data(job, subject.model)
     device = _device(job, subject)
@@ -172,10 +182,15 @@ def plan_from_arguments(
     with gc_relaxed():
         found = make_plan(subject, request)
     problems = list(found.problems)
+    size = 0 if found.sizes is None else found.sizes.weights
     try:
-        check_size(job.gates, 0 if found.sizes is None else found.sizes.weights)
+        check_size(job.gates, size)
     except ArgumentError as error:
         problems.append(problem_of("gates", error))
+    try:
+        check_size_limit(limit if curve else None, size)
+    except RecipeError as error:
+        problems.append(problem_of(RECIPE, error))
     if job.run_args.save_statistics is not None:
         job.notes.append("Statistics are kept in one more forward, which is not counted here.")
     notes = [*job.notes, *found.notes]

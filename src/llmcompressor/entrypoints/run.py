@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module
 from transformers import PreTrainedModel
 
+from llmcompressor.budget.options import check_size_limit, size_limit_of
 from llmcompressor.budget.search import SettledBudget
 from llmcompressor.checkpoint.block_reader import REST, BlockWeights
 from llmcompressor.checkpoint.block_stream import PlannedOutput, ResidentBlocks, StreamedBlocks
@@ -703,6 +704,7 @@ class _Run:
         self._gates: Gates | None = None
         self._budget: SettledBudget | None = None
         self._of_budget: Mapping[str, Any] | None = None
+        self._size_limit = size_limit_of(job.recipe.modifiers)
         self._kept = job.statistics
 
     def __call__(self) -> Module:
@@ -846,7 +848,9 @@ class _Run:
             headers=blocks.headers,
             as_written=blocks.as_written(),
         )
-        check_size(job.gates, layout_files(predicted.planned.stored).file_size)
+        size = layout_files(predicted.planned.stored).file_size
+        check_size_limit(self._size_limit, size)
+        check_size(job.gates, size)
         is_meant = not job.run_args.verify or is_meant_unservable(self._modifiers)
         check_servable(
             predicted.config,

@@ -182,6 +182,43 @@ def test_without_a_model_class_errors_of_weights_decide(
     assert len(fields_of(tmp_path / "out")["config_groups"]) > 1
 
 
+ROTATION = {"SpinQuantModifier": {"rotations": ["R1", "R4"]}}
+
+
+def test_what_other_modifiers_add_counts_for_a_size(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Rotations at run time are stored beside the modules that the budget is shared among."""
+    fields = {"targets": "Linear", "ignore": ["lm_head"], "candidates": CANDIDATES}
+    for limit, fits in ((300_000, False), (640_000, True)):
+        modifiers = {**ROTATION, "GPTQModifier": {**fields, "budget": {"size": limit}}}
+        given = {"modifiers": modifiers}
+        found = plan(folder("llama"), given, small.token_rows(), max_seq_length=16)
+        said = [one.message for one in found.problems if "The budget allows" in one.message]
+        assert bool(said) != fits
+        output = tmp_path / str(limit)
+        if fits:
+            run(folder("llama"), output, given)
+            assert weight_bytes(output) == found.sizes.weights <= limit
+        else:
+            with pytest.raises(RecipeError, match="The budget allows 300,000 bytes"):
+                run(folder("llama"), output, given)
+            assert not list(tmp_path.glob(f"{limit}*"))
+
+
+def test_experts_that_go_are_not_shared_among(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pruning = {"REAPPruningModifier": {"sparsity": 0.5}}
+    fields = {"targets": "Linear", "ignore": ["lm_head"], "budget": {"bits": 5}}
+    given = {"modifiers": {**pruning, "GPTQModifier": fields}}
+    with pytest.raises(RecipeError, match="REAPPruningModifier removes parts"):
+        run(folder("mixture"), tmp_path / "out", given)
+    assert not list(tmp_path.glob("out*"))
+    problems = plan(folder("mixture"), given, small.token_rows()).problems
+    assert "REAPPruningModifier removes parts" in problems[0].message
+
+
 def test_bits_stand_for_a_recipe(folder: Callable[[str], Path], tmp_path: Path) -> None:
     model = run(folder("llama"), tmp_path / "out", None, bits=6)
     assert set(schemes_of(model).values()) == {4, 8}
