@@ -269,7 +269,9 @@ def _clipping_cost(weights: Sequence[Tensor], columns: int, group: int, data: Da
         return Cost()
     tries, rows = sum(CLIP_ATTEMPTS), elements // columns
     at_once = rows if data.on_device else min(rows, CLIPPED_ROWS * torch.get_num_threads())
-    clipping = at_once * (12 * columns + 20 * max(CLIP_ATTEMPTS) * group)
+    most = max(CLIP_ATTEMPTS)
+    # buffers of a group's attempts, and the ends and parameters of the attempts of all groups
+    clipping = at_once * (12 * columns + 20 * most * group + 24 * most * (columns // group))
     clipping += 4 * square + 8 * elements // group
     products = len(CLIP_ATTEMPTS) * columns + (tries + len(CLIP_ATTEMPTS)) * group
     return Cost(
