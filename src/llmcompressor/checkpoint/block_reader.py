@@ -185,7 +185,7 @@ class BlockWeights:
             for block, names in self._names.items():
                 hashes: dict[str, str] = {}
                 for name in names:
-                    tensor, hashes[name] = self._read_tensor(name)
+                    tensor, hashes[name] = self._read_tensor(name, once=block == REST)
                     if tensor.is_floating_point() and not is_finite(tensor):
                         raise NonFiniteError(
                             f"The weight {name} in {headers[name].file} holds NaN or infinity. "
@@ -261,14 +261,14 @@ class BlockWeights:
     def _read(self, block: str) -> _ReadBlock:
         names = self._names[block]
         files = self._reader.file_stamps(names)  # before the data: a write meanwhile is noticed
-        read = {name: self._read_tensor(name) for name in names}
+        read = {name: self._read_tensor(name, once=block == REST) for name in names}
         hashes = {name: digest for name, (_, digest) in read.items()}
         tensors = {name: tensor for name, (tensor, _) in read.items()}
         return _ReadBlock(tensors, hashes, _combined(hashes), files)
 
-    def _read_tensor(self, name: str) -> tuple[Tensor, str]:
+    def _read_tensor(self, name: str, *, once: bool = False) -> tuple[Tensor, str]:
         digest = xxhash.xxh3_128()
-        return self._reader.read(name, digest), digest.hexdigest()
+        return self._reader.read(name, digest, once=once), digest.hexdigest()
 
     def _check_digest(self, block: str, digest: str) -> None:
         if self.digests.setdefault(block, digest) != digest:

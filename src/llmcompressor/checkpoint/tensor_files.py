@@ -103,16 +103,20 @@ class BufferPool:
         self._lock = threading.RLock()  # garbage collection inside may recycle a buffer
         self._is_open = True
 
-    def take(self, nbytes: int) -> Tensor:
-        """Return a buffer that nothing else uses: uint8 ``[nbytes]`` on the CPU, of any content."""
+    def take(self, nbytes: int, *, once: bool = False) -> Tensor:
+        """Return a buffer that nothing else uses: uint8 ``[nbytes]`` on the CPU, of any content.
+
+        It goes back to the system, and not to the pool, if such a size is needed only ``once``.
+        """
         own = None
         if nbytes >= _APART and hasattr(mmap, "MADV_HUGEPAGE"):
-            own = self._take_idle(nbytes) or _map_memory(nbytes)
+            own = (None if once else self._take_idle(nbytes)) or _map_memory(nbytes)
         if own is None:
             return torch.empty(nbytes, dtype=torch.uint8)  # which raises if memory is exhausted
         array = np.frombuffer(own, dtype=np.uint8)
-        # the tensor's storage keeps the array alive as long as any view of it
-        weakref.finalize(array, self._recycle, nbytes, own).atexit = False
+        if not once:
+            # the tensor's storage keeps the array alive as long as any view of it
+            weakref.finalize(array, self._recycle, nbytes, own).atexit = False
         return torch.from_numpy(array)
 
     def close(self) -> None:
@@ -157,8 +161,10 @@ class TensorReader:
         for header in headers.values() if opened else ():
             self._descriptor(header.file)
 
-    def read(self, name: str, digest: Digest | None = None) -> Tensor:
+    def read(self, name: str, digest: Digest | None = None, *, once: bool = False) -> Tensor:
         """Read a tensor into CPU memory, in the dtype of the file; its bytes update ``digest``.
+
+        Its memory is not kept for tensors to come where it is one that is read ``once``.
 
         Raises:
             CheckpointError: the file cannot be read, or is shorter than it was.
@@ -168,7 +174,7 @@ class TensorReader:
         whole = header.shape if header.matrix is None else header.matrix
         shape = torch_shape(header.dtype, whole)
         nbytes = _stored_bytes(name, header)
-        data = self._buffers.take(nbytes)
+        data = self._buffers.take(nbytes, once=once)
         view = bytes_of(data)
         done = 0
         while done < nbytes:

@@ -13,9 +13,10 @@ keeping them out of the heap avoids fragmentation. Large activations would keep 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -26,27 +27,26 @@ from torch.nn import Module, Parameter
 
 from llmcompressor.modeling.offload import MmapStoragePool, SpillFiles
 from llmcompressor.modeling.paused_forward import Pass
-from llmcompressor.runtime.memory import TOLERATED, malloc_trim
+from llmcompressor.runtime.memory import malloc_trim
 
 LITTLE = 1024 * 2**20
 """Bytes that wait in the pages of a file: so few that it does not matter if they are written."""
 
 _SMALLEST = 64 * 1024
 """Bytes below which a storage is not worth moving."""
-_TOLERATED = 12 * 2**20
-"""Bytes that may stay freed and held where a pass of either stream stops."""
+_BEFORE, _AFTER = 48 * 2**20, 24 * 2**20
+"""Bytes that may stay freed and held before a unit is solved and after it: what comes next is a
+solver's workspace, or activations that fit into what the last ones have left."""
 _DEPTH = 4
 
 
 def held_tensors(one: Pass) -> list[Tensor]:
     """Tensors that a suspended pass refers to, in its call's arguments and its frames."""
     found: dict[int, Tensor] = {}
-    for tensor in _tensors_in((one.args, one.kwargs), _DEPTH):
-        found[id(tensor)] = tensor
+    _add_tensors(found, (one.args, one.kwargs), _DEPTH)
     frame: FrameType | None = one.frame
     while frame is not None:
-        for tensor in _tensors_in(_variables(frame), _DEPTH):
-            found[id(tensor)] = tensor
+        _add_tensors(found, _variables(frame), _DEPTH)
         frame = frame.f_back
     return list(found.values())
 
@@ -64,18 +64,26 @@ def _variables(frame: FrameType) -> list[Any]:
     return values
 
 
-def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if not isinstance(value, Parameter):
-            yield value
-    elif isinstance(value, Module | str | bytes | int | float) or value is None or depth == 0:
-        return
-    elif isinstance(value, Mapping):
-        for item in list(value.values()):
-            yield from _tensors_in(item, depth - 1)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _tensors_in(item, depth - 1)
+def _add_tensors(found: dict[int, Tensor], values: Iterable[Any], depth: int) -> None:
+    """Add the tensors among ``values`` by their ids, and those in containers that they hold."""
+    for value in values:
+        kind = _kind_of(type(value))  # type: ignore[arg-type]  # classes are hashable
+        if kind is None:
+            continue
+        if kind is Tensor:
+            if not isinstance(value, Parameter):
+                found[id(value)] = value
+        elif depth > 1:
+            held = list(value.values()) if kind is Mapping else value
+            _add_tensors(found, held, depth - 1)
+
+
+@functools.lru_cache(maxsize=1024)  # the checks of abstract classes are slow
+def _kind_of(own: type) -> type | None:
+    """Return what values of a type are to the search for tensors; ``None`` if they hold none."""
+    if issubclass(own, Module | str | bytes | int | float):
+        return None
+    return next((one for one in (Tensor, Mapping, list, tuple, set) if issubclass(own, one)), None)
 
 
 @dataclass
@@ -97,7 +105,6 @@ class ActivationStore:
         keep: tensors that are never moved (the model's own, and the batches).
         fits: all activations fit where they are; nothing is searched for or moved.
         is_little: all passes run in main memory and hold less than :data:`LITTLE`.
-        streams: 2 with twin streams, where freed memory is returned to the system more often.
 
     Attributes:
         peak: the most bytes that were held at once.
@@ -110,11 +117,9 @@ class ActivationStore:
         *,
         fits: bool = False,
         is_little: bool = False,
-        streams: int = 1,
     ) -> None:
         self._budget = budget
         self._pages = MmapStoragePool(LITTLE) if is_little else None
-        self._returns = is_little and streams > 1
         self._stays = fits and not is_little
         owned = () if self._stays else (tensor for tensor in keep if _is_plain(tensor))
         self._keep = {tensor.untyped_storage().data_ptr() for tensor in owned}
@@ -122,11 +127,6 @@ class ActivationStore:
         self._held = 0
         self._files = SpillFiles()
         self.peak = 0
-
-    @property
-    def tolerated(self) -> int:
-        """Freed bytes that the allocator may keep while passes wait."""
-        return _TOLERATED if self._returns else TOLERATED
 
     @property
     def spilled(self) -> int:
@@ -142,8 +142,6 @@ class ActivationStore:
         storages = self._storages(one)
         if self._pages is not None:
             _move_to_pages(storages, self._pages)
-            if self._returns:
-                malloc_trim(at_least=_TOLERATED)
             return
         size = sum(tensors[0].untyped_storage().nbytes() for tensors in storages)
         in_files = self._held + size > self._budget
@@ -162,6 +160,23 @@ class ActivationStore:
             records.append(record)
         self.peak = max(self.peak, self._held)
 
+    def return_freed(self, *, is_solved: bool = False) -> None:
+        """Return freed memory to the system, before a unit is solved or once it ``is_solved``."""
+        if self._pages is not None:
+            malloc_trim(at_least=_AFTER if is_solved else _BEFORE)
+        elif not is_solved:
+            malloc_trim()
+
+    def set_aside(self, parameters: Iterable[Parameter]) -> None:
+        """Move parameters that all passes have used to the pages, where they can still be read.
+
+        Nothing is moved unless activations wait in pages, too.
+        """
+        if self._pages is not None:
+            storages = _by_storage(one for one in parameters if _is_plain(one))
+            self._keep -= storages.keys()  # others may come to where they were
+            _move_to_pages(storages.values(), self._pages)
+
     def fetch(self, one: Pass) -> None:
         """Load the activations of ``one`` back before it runs."""
         for record in self._parked.pop(one, []):
@@ -178,14 +193,19 @@ class ActivationStore:
 
     def _storages(self, one: Pass) -> list[list[Tensor]]:
         """Group the movable tensors of a pass by storage, as views of one storage move together."""
-        storages: dict[int, list[Tensor]] = {}
-        for tensor in _with_bases(filter(_is_plain, held_tensors(one))):
-            if not _is_plain(tensor):
-                continue
-            storage = tensor.untyped_storage()
-            if storage.nbytes() >= _SMALLEST and storage.data_ptr() not in self._keep:
-                storages.setdefault(storage.data_ptr(), []).append(tensor)
-        return list(storages.values())
+        held = _with_bases(filter(_is_plain, held_tensors(one)))
+        storages = _by_storage(filter(_is_plain, held))
+        return [own for address, own in storages.items() if address not in self._keep]
+
+
+def _by_storage(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
+    """Group tensors by the addresses of their storages, without those that are small."""
+    found: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= _SMALLEST:
+            found.setdefault(storage.data_ptr(), []).append(tensor)
+    return found
 
 
 def _with_bases(tensors: Iterable[Tensor]) -> list[Tensor]:

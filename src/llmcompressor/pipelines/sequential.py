@@ -28,6 +28,7 @@ from llmcompressor.modeling.call_graph import first_tensor, model_device
 from llmcompressor.modeling.hooks import HooksMixin, has_output_hooks
 from llmcompressor.modeling.offload import activation_budget, device_activation_budget
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
+from llmcompressor.modeling.weights import embeddings
 from llmcompressor.moe.expert_stops import ExpertStage
 from llmcompressor.moe.module_list import ExpertBroadcast, ExpertList
 from llmcompressor.pipelines.activations import LITTLE, ActivationStore
@@ -251,7 +252,6 @@ class _SequentialRun:
             self._tensors_of_others(),
             fits=fits,
             is_little=fits and device.type == "cpu" and self.plan.bytes <= LITTLE,
-            streams=self.streams,
         )
         originals = OriginalWeights(len(self.batches), self.order.calls, self.lists.is_layer_active)
         with (
@@ -371,12 +371,24 @@ class _Stepper:
 
     def next_stop(self) -> Stop | None:
         """Start passes that have not started, and return the first stop where passes wait."""
-        for one in self.forward.unstarted():
+        started = self.forward.unstarted()
+        for one in started:
             self._run_to_next_stop(one, partial(self.forward.start, one))
+        if started and not self.run.to_end:
+            self._set_embeddings_aside()
         stop = self.forward.next_stop(lambda place: self.run.work.least(place, "next stop"))
         if stop is not None and not stop.passes:  # those of other ranks have brought us here
             self.run.loader.enter_block_of(stop.module)
         return stop
+
+    def _set_embeddings_aside(self) -> None:
+        """Free the memory of embeddings, which all passes have read; the head is not called.
+
+        Those of a model that the caller holds as a whole stay where they are.
+        """
+        if not self.run.state.run.block_source.holds_all:
+            modules = [one for one in embeddings(self.run.model) if one is not None]
+            self.store.set_aside(weight for one in modules for weight in one.parameters())
 
     def serve(self, stop: Stop, unit: StopUnit) -> None:
         """Calibrate the unit, let the modifiers compress it, and resume every pass."""
@@ -389,10 +401,11 @@ class _Stepper:
             _mark_stages_done(modules)
         if self.run.keeps_originals:
             self._keep_originals(unit)
-        malloc_trim(at_least=self.store.tolerated)
+        self.store.return_freed()
         is_finished = self.run.loader.is_finished(unit.stop)
         if not unit.is_gate:
             self.run.compress(modules, unit.name)
+            self.store.return_freed(is_solved=True)
         elif is_finished:
             self.run.loader.replace_finished(unit.stop)
             _mark_stages_done(unit.stop.modules())

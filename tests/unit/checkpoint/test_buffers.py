@@ -33,6 +33,18 @@ def test_what_is_gone_makes_room_for_the_next_of_its_size() -> None:
     assert (buffers.take(LARGE).numel(), buffers.take(7).numel()) == (LARGE, 7)
 
 
+def test_what_is_needed_once_is_not_kept() -> None:
+    buffers = BufferPool()
+    tensor = buffers.take(LARGE, once=True).fill_(3)
+    row = tensor[LARGE // 2 :]
+    del tensor
+    buffers.take(LARGE).fill_(0)
+    assert bool((row == 3).all())
+    kept = idle_bytes(buffers)
+    del row
+    assert idle_bytes(buffers) == kept
+
+
 def test_nothing_is_given_twice() -> None:
     buffers = BufferPool()
     first = buffers.take(LARGE).view(torch.bfloat16).reshape(2, -1)

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections import OrderedDict, UserDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,30 @@ def test_held_tensors_are_those_of_the_call_and_of_every_frame() -> None:
         assert (LARGE // 2, LARGE) in shapes
         assert (3,) in shapes
         assert not any(tensor is model.layer.weight for tensor in held)
+
+
+def test_tensors_are_found_in_containers_of_every_kind() -> None:
+    given = [torch.full((2,), float(number)) for number in range(9)]
+    skipped = nn.Parameter(given[7]), {1: [({2: given[8]},)]}, "text", 3, None, nn.Linear(2, 2)
+    kwargs = {"pair": (given[2], {"deep": given[3]}), "set": {given[4]}, "rest": skipped}
+    one = Pass(0, lambda: None, args=(given[0], [given[1]]), kwargs=kwargs)
+    one.args += (OrderedDict(last=given[5]), UserDict(last=given[6]))
+    found = {id(tensor) for tensor in held_tensors(one)}
+    assert found == {id(tensor) for tensor in given[:7]}
+
+
+def test_parameters_that_were_set_aside_are_the_same_and_not_in_the_heap() -> None:
+    model = Toy()
+    weight, before = model.layer.weight, model.layer.weight.detach().clone()
+    store = ActivationStore(10**9, [*model.parameters()], fits=True, is_little=True)
+    address = weight.data_ptr()
+    store.set_aside([weight, weight, model.layer.bias])
+    store.close()
+    assert weight.data_ptr() != address
+    assert model.layer.weight is weight
+    assert torch.equal(weight, before)
+    weight.data.add_(1)
+    assert torch.equal(weight, before + 1)
 
 
 @pytest.mark.parametrize("budget", [0, 10**9])
@@ -194,7 +219,7 @@ def test_a_tiny_budget_changes_nothing_to_the_bit(
             monkeypatch.setattr(
                 sequential,
                 "ActivationStore",
-                lambda *given, never=never, streams, **_: never(*given, streams=streams),
+                lambda *given, never=never, **_: never(*given),
             )
         run_pipeline(model, batches, recorder)
         assert all(map(torch.equal, tiny.tensors_of(batches), before))
