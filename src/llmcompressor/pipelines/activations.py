@@ -35,8 +35,8 @@ LITTLE = 1024 * 2**20
 _SMALLEST = 64 * 1024
 """Bytes below which a storage is not worth moving."""
 _BEFORE, _AFTER = 48 * 2**20, 24 * 2**20
-"""Bytes that may stay freed and held before a unit is solved and after it: what comes next is a
-solver's workspace, or activations that fit into what the last ones have left."""
+"""Bytes that may stay freed and held before a unit is solved and after it, with twin streams: the
+workspace of a solver would lie beside activations that come after it."""
 _DEPTH = 4
 
 
@@ -105,6 +105,7 @@ class ActivationStore:
         keep: tensors that are never moved (the model's own, and the batches).
         fits: all activations fit where they are; nothing is searched for or moved.
         is_little: all passes run in main memory and hold less than :data:`LITTLE`.
+        streams: 2 with twin streams, where freed memory is returned to the system more often.
 
     Attributes:
         peak: the most bytes that were held at once.
@@ -117,9 +118,11 @@ class ActivationStore:
         *,
         fits: bool = False,
         is_little: bool = False,
+        streams: int = 1,
     ) -> None:
         self._budget = budget
         self._pages = MmapStoragePool(LITTLE) if is_little else None
+        self._returns = is_little and streams > 1
         self._stays = fits and not is_little
         owned = () if self._stays else (tensor for tensor in keep if _is_plain(tensor))
         self._keep = {tensor.untyped_storage().data_ptr() for tensor in owned}
@@ -162,7 +165,7 @@ class ActivationStore:
 
     def return_freed(self, *, is_solved: bool = False) -> None:
         """Return freed memory to the system, before a unit is solved or once it ``is_solved``."""
-        if self._pages is not None:
+        if self._returns:
             malloc_trim(at_least=_AFTER if is_solved else _BEFORE)
         elif not is_solved:
             malloc_trim()

@@ -252,6 +252,7 @@ class _SequentialRun:
             self._tensors_of_others(),
             fits=fits,
             is_little=fits and device.type == "cpu" and self.plan.bytes <= LITTLE,
+            streams=self.streams,
         )
         originals = OriginalWeights(len(self.batches), self.order.calls, self.lists.is_layer_active)
         with (

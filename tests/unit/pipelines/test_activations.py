@@ -219,7 +219,7 @@ def test_a_tiny_budget_changes_nothing_to_the_bit(
             monkeypatch.setattr(
                 sequential,
                 "ActivationStore",
-                lambda *given, never=never, **_: never(*given),
+                lambda *given, never=never, streams, **_: never(*given, streams=streams),
             )
         run_pipeline(model, batches, recorder)
         assert all(map(torch.equal, tiny.tensors_of(batches), before))
