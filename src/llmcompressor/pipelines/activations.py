@@ -142,7 +142,9 @@ class ActivationStore:
             self._pages.let_go()
         if self._stays or one.finished:
             return
-        storages = self._storages(one)
+        # views of one storage move together
+        found = _by_storage(filter(_is_plain, _with_bases(filter(_is_plain, held_tensors(one)))))
+        storages = [own for address, own in found.items() if address not in self._keep]
         if self._pages is not None:
             _move_to_pages(storages, self._pages)
             return
@@ -193,12 +195,6 @@ class ActivationStore:
         self._parked.clear()
         if self._pages is not None:
             self._pages.close()
-
-    def _storages(self, one: Pass) -> list[list[Tensor]]:
-        """Group the movable tensors of a pass by storage, as views of one storage move together."""
-        held = _with_bases(filter(_is_plain, held_tensors(one)))
-        storages = _by_storage(filter(_is_plain, held))
-        return [own for address, own in storages.items() if address not in self._keep]
 
 
 def _by_storage(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:

@@ -375,21 +375,14 @@ class _Stepper:
         started = self.forward.unstarted()
         for one in started:
             self._run_to_next_stop(one, partial(self.forward.start, one))
-        if started and not self.run.to_end:
-            self._set_embeddings_aside()
+        if started and not self.run.to_end and not self.run.state.run.block_source.holds_all:
+            # all passes have read the embeddings, and the head is not called
+            modules = [one for one in embeddings(self.run.model) if one is not None]
+            self.store.set_aside(weight for one in modules for weight in one.parameters())
         stop = self.forward.next_stop(lambda place: self.run.work.least(place, "next stop"))
         if stop is not None and not stop.passes:  # those of other ranks have brought us here
             self.run.loader.enter_block_of(stop.module)
         return stop
-
-    def _set_embeddings_aside(self) -> None:
-        """Free the memory of embeddings, which all passes have read; the head is not called.
-
-        Those of a model that the caller holds as a whole stay where they are.
-        """
-        if not self.run.state.run.block_source.holds_all:
-            modules = [one for one in embeddings(self.run.model) if one is not None]
-            self.store.set_aside(weight for one in modules for weight in one.parameters())
 
     def serve(self, stop: Stop, unit: StopUnit) -> None:
         """Calibrate the unit, let the modifiers compress it, and resume every pass."""

@@ -92,7 +92,7 @@ def test_tensors_are_found_in_containers_of_every_kind() -> None:
     assert found == {id(tensor) for tensor in given[:7]}
 
 
-def test_parameters_that_were_set_aside_are_the_same_and_not_in_the_heap() -> None:
+def test_parameters_set_aside_are_the_same_elsewhere() -> None:
     model = Toy()
     weight, before = model.layer.weight, model.layer.weight.detach().clone()
     store = ActivationStore(10**9, [*model.parameters()], fits=True, is_little=True)
