@@ -86,10 +86,8 @@ def _add_product(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: 
         total_CC.addmm_(wide_TC.T, other_TC)
 
 
-def add_column_squares(squares_C: Tensor, input_TC: Tensor, weight_T: Tensor | None = None) -> None:
+def add_column_squares(squares_C: Tensor, input_TC: Tensor) -> None:
     """Add the sum of squares of each column to ``squares_C``, float32: the diagonal of ``XᵀX``.
-
-    With ``weight_T``, float32 ``[T]``, each token's squares count that much.
 
     >>> squares = torch.zeros(2)
     >>> add_column_squares(squares, torch.tensor([[1.0, 2.0], [3.0, -1.0]]))
@@ -97,14 +95,11 @@ def add_column_squares(squares_C: Tensor, input_TC: Tensor, weight_T: Tensor | N
     tensor([10.,  5.])
     """
     pieces = torch.split(input_TC, _SQUARED_TOKENS)
-    weights = None if weight_T is None else torch.split(weight_T, _SQUARED_TOKENS)
     sums_NC = squares_C.new_empty(len(pieces), len(squares_C))
 
     def add_up(number: int) -> None:
         wide_TC = pieces[number].to(torch.float32, copy=True)
         wide_TC.mul_(wide_TC)
-        if weights is not None:
-            wide_TC.mul_(weights[number].unsqueeze(-1))
         sums_NC[number] = wide_TC.sum(dim=0)
 
     if input_TC.device.type == "cpu":
