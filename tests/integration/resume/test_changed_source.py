@@ -99,9 +99,9 @@ def names_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     read = TensorReader.read
 
-    def watched(self: TensorReader, name: str, digest: Any = None) -> torch.Tensor:
+    def watched(self: TensorReader, name: str, *args: Any, **how: Any) -> torch.Tensor:
         found.append(name)
-        return read(self, name, digest)
+        return read(self, name, *args, **how)
 
     monkeypatch.setattr(TensorReader, "read", watched)
     return found
