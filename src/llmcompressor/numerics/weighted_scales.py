@@ -9,9 +9,9 @@ That is the output error of rounding to nearest, of inputs that do not correlate
 begins from these scales loses less than one from the extremes: with few bits most of the range of
 a group is for its largest value.
 
-The ranges tried are fractions of the extremes: tenths first, and then a twentieth above and below
-the best of them. In units of the scale, with t = w / s + z, the error of a value is
-``t − round(clamp(t))``.
+The ranges tried are fractions of the extremes: five of them first, then two steps above and below
+the best, the second half as long. In units of the scale, with t = w / s + z, the error of a value
+is ``t − round(clamp(t))``.
 
 Shapes: R rows, C columns, G groups of K = C / G consecutive columns; leading batch dimensions.
 """

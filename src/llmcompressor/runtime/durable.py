@@ -14,6 +14,7 @@ import io
 import os
 import re
 import shutil
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -216,3 +217,29 @@ def _digest(file: Path, size: int, changed: int, inode: int) -> str:
         while piece := stream.read(_PIECE):
             digest.update(piece)
     return digest.hexdigest()
+
+
+# --------------------
+# How often the progress of long work is saved.
+
+SHARE_OF_SAVING = 0.1
+"""Of the time that work takes: how much may go into saving how far it is."""
+
+
+class SavingPace:
+    """When to save progress: not so often that it would take a large share of the time."""
+
+    def __init__(self) -> None:
+        self._cost, self._since = 0.0, time.monotonic()
+
+    def is_due(self) -> bool:
+        """Return True if the work since the last saving is long beside what that took."""
+        return (time.monotonic() - self._since) * SHARE_OF_SAVING >= self._cost
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure how long the body takes to save."""
+        began = time.monotonic()
+        yield
+        self._since = time.monotonic()
+        self._cost = self._since - began

@@ -118,3 +118,15 @@ def test_errors_of_rust_get_their_number_and_a_file(tmp_path: Path) -> None:
     for kept in (RecipeError("x (os error 28)"), ValueError("os error"), OSError("no number")):
         with pytest.raises(type(kept), match=re.escape(str(kept))), durable.errors_with_files():
             raise kept
+
+
+def test_saving_takes_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(durable.time, "monotonic", lambda: now[0])
+    pace = durable.SavingPace()
+    assert pace.is_due(), "nothing is known of what it takes"
+    with pace.saving():
+        now[0] += 2.0
+    for worked, due in ((19.0, False), (21.0, True)):
+        now[0] = 102.0 + worked
+        assert pace.is_due() is due

@@ -19,7 +19,6 @@ loaded on demand, progress is saved in the run's journal.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ from llmcompressor.observers.tokens import token_mask
 from llmcompressor.quantization.fake_quantize import dynamic_fake_quantize
 from llmcompressor.quantization.parameters import min_max_parameters
 from llmcompressor.runtime.collectives import Ranks
+from llmcompressor.runtime.durable import SavingPace
 from llmcompressor.runtime.progress import progress
 from llmcompressor.runtime.threads import short_spin_waits
 from llmcompressor.schemes.bridge import grid_of, needs_global_scale, partition_of
@@ -213,8 +213,6 @@ _IGNORED = -100
 COMPARED = 8
 """Batches, at most, on which the learned rotations are compared with those they began with."""
 _PROGRESS = "rotations"
-_SHARE_OF_KEEPING = 0.1
-"""Of the time that learning takes: how much may go into keeping how far it is."""
 
 
 @dataclass(frozen=True)
@@ -415,7 +413,7 @@ class _RotationOptimizer:
         }
         self.steps, self.loss_before = 0, 0.0
         self.loss_after: float | None = None
-        self._keeping_time, self._since = 0.0, time.monotonic()
+        self._pace = SavingPace()
 
     def step(self, batch: Mapping[str, Any], rate: float) -> float:
         """Take one step on one batch of all ranks; return the loss before it."""
@@ -504,21 +502,18 @@ class _RotationOptimizer:
 
     def keep_if_due(self, *, last: bool) -> None:
         """Keep the progress, unless that would take a large share of the time."""
-        since = time.monotonic() - self._since
-        if last or since * _SHARE_OF_KEEPING >= self._keeping_time:
+        if last or self._pace.is_due():
             self.keep()
 
     def keep(self) -> None:
         """Keep the progress; it is durable on return. One rank does so for all."""
         if self._ranks.rank != 0:
             return
-        began = time.monotonic()
         tensors = {f"matrix {name}": one for name, one in self._matrices.items()}
         tensors |= {f"momentum {name}": one for name, one in self._momenta.items()}
         figures = {"steps": self.steps, "before": self.loss_before, "after": self.loss_after}
-        self._source.remember(_PROGRESS, tensors, figures)
-        self._since = time.monotonic()
-        self._keeping_time = self._since - began
+        with self._pace.saving():
+            self._source.remember(_PROGRESS, tensors, figures)
 
 
 # --------------------

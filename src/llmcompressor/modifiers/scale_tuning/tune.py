@@ -12,7 +12,6 @@ few tokens of a calibration, the whole distribution of the original model says m
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,11 +24,10 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.offload import TensorStore
 from llmcompressor.modifiers.scale_tuning.model import Batch, TunedModel
 from llmcompressor.numerics.scale_tuning import AdamState
+from llmcompressor.runtime.durable import SavingPace
 from llmcompressor.runtime.progress import progress
 
 _PROGRESS = "scales"
-_SHARE_OF_KEEPING = 0.1
-"""Of the time that training takes: how much may go into keeping how far it is."""
 _COMPARED_SHARE = 8
 _MOST_COMPARED = 16
 """One in so many batches is held out to compare with, and so many at most."""
@@ -214,7 +212,7 @@ class _Training:
         self._states = {name: AdamState.of(one) for name, one in starts.items()}
         self.steps, self.before, self.least = 0, 0.0, 0.0
         self.best = {name: torch.zeros_like(one) for name, one in starts.items()}
-        self._keeping_time, self._since = 0.0, time.monotonic()
+        self._pace = SavingPace()
 
     @property
     def offsets(self) -> dict[str, Tensor]:
@@ -283,13 +281,11 @@ class _Training:
 
     def keep_if_due(self, *, last: bool) -> None:
         """Keep the progress, unless that would take a large share of the time."""
-        since = time.monotonic() - self._since
-        if last or since * _SHARE_OF_KEEPING >= self._keeping_time:
+        if last or self._pace.is_due():
             self.keep()
 
     def keep(self) -> None:
         """Keep the progress; it is durable on return."""
-        began = time.monotonic()
         tensors = {
             f"{part} {name}": getattr(one, part)
             for name, one in self._states.items()
@@ -297,9 +293,8 @@ class _Training:
         }
         tensors |= {f"best {name}": one for name, one in self.best.items()}
         figures = {"steps": self.steps, "before": self.before, "least": self.least}
-        self._source.remember(_PROGRESS, tensors, figures)
-        self._since = time.monotonic()
-        self._keeping_time = self._since - began
+        with self._pace.saving():
+            self._source.remember(_PROGRESS, tensors, figures)
 
 
 def tuning_cost(

@@ -32,6 +32,7 @@ from llmcompressor.modifiers.scale_tuning.tune import (
 )
 from llmcompressor.modifiers.sparsity import WandaPruningModifier
 from llmcompressor.pipelines.batches import calibration_mode
+from llmcompressor.runtime import durable
 
 HEAD = ["lm_head"]
 IDS = torch.cat([one["input_ids"] for one in tiny.batches(tokens=24, number=7)]).tolist()
@@ -252,7 +253,7 @@ def test_a_run_that_broke_off_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         return plain(self, picked, rate)
 
     monkeypatch.setattr(tune._Training, "step", stopped)
-    monkeypatch.setattr(tune, "_SHARE_OF_KEEPING", 1e9)  # keep every step
+    monkeypatch.setattr(durable, "SHARE_OF_SAVING", 1e9)  # keep every step
     with pytest.raises(KeyboardInterrupt):
         run(str(source), [*RECIPES["solved"](), tuning()], tmp_path / "parts")
     monkeypatch.setattr(tune._Training, "step", counted)

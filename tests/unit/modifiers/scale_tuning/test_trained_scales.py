@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, train
 from llmcompressor.checkpoint.packing import loading_compressed
-from llmcompressor.errors import TargetError
+from llmcompressor.errors import CheckpointError, TargetError
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.scale_tuning import ScaleTuningModifier
@@ -130,3 +130,11 @@ def test_oneshot_of_a_quantized_folder_is_refused(tmp_path: Path) -> None:
     start = quantized(tmp_path, "W4A16")
     with pytest.raises(TargetError, match="quantized already"):
         oneshot(model=str(start), recipe=[ScaleTuningModifier()], dataset=ROWS, output_dir=None)
+
+
+def test_other_recipes_are_refused_a_quantized_folder(tmp_path: Path) -> None:
+    start, output = quantized(tmp_path, "W4A16"), tmp_path / "output"
+    other = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
+    with pytest.raises(CheckpointError, match="already quantized"):
+        trained(str(start), output, [other])
+    assert not output.exists()
