@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,6 +76,13 @@ def share_differing(one: Path, other: Path) -> float:
     return differing / sum(ours[name].numel() for name in compared)
 
 
+class _Ended(NamedTuple):
+    """A run's output folder, and what :func:`compress` returned on each rank."""
+
+    output: Path
+    found: list[tuple[list[str], Tensor]]
+
+
 class Runs:
     """Runs of recipes, each once with every number of ranks.
 
@@ -114,13 +121,29 @@ class Runs:
         errors = [float((one[1] - original).norm()) for one in (first, alone)]
         assert errors[0] == pytest.approx(errors[1], rel=_QUALITY)
 
+    def check_undivided(self, modifiers: dict[str, Any]) -> None:
+        """The first of two ranks does what one process does, byte for byte, and says so.
+
+        Args:
+            modifiers: of the recipe; the last one needs all samples in one process.
+        """
+        alone, pair = (self._ended(count, modifiers, f"undivided{count}") for count in (1, 2))
+        assert [len(told) for told, _ in pair.found] == [1, 0]
+        assert all(f"{list(modifiers)[-1]} needs all samples" in one for one in pair.found[0][0])
+        assert tree(alone.output) == tree(pair.output)
+        assert all(torch.equal(of_model, alone.found[0][1]) for _, of_model in pair.found)
+
     def _run(
         self, count: int, modifiers: dict[str, Any], name: str, **given: Any
     ) -> tuple[Path, Tensor]:
+        ended = self._ended(count, modifiers, name, **given)
+        told, of_model = zip(*ended.found, strict=True)
+        assert list(told) == [[]] * count
+        assert all(torch.equal(one, of_model[0]) for one in of_model)
+        return ended.output, of_model[0]
+
+    def _ended(self, count: int, modifiers: dict[str, Any], name: str, **given: Any) -> _Ended:
         output = self._work / f"{len(list(self._work.iterdir())):03}-{name}"
         found = self._groups[count](compress, str(self._model), output, modifiers, **given)
         assert all(isinstance(one, tuple) for one in found), found
-        told, of_model = zip(*found, strict=True)
-        assert list(told) == [[]] * count
-        assert all(torch.equal(one, of_model[0]) for one in of_model)
-        return output, of_model[0]
+        return _Ended(output, found)
