@@ -89,7 +89,8 @@ def main(folder: Path, world: int, settings: dict[str, Any]) -> None:
         "seed": 7,
     }
     dense = str(folder / "dense")
-    model = loaded_spread(dense, world) if settings.pop("loaded_spread", False) else dense
+    started = str(folder / settings.pop("started", "dense"))
+    model = loaded_spread(dense, world) if settings.pop("loaded_spread", False) else started
     train(model, distill_teacher=dense, dataset=Dataset.from_list(rows), **given | settings)
 
 

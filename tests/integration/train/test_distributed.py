@@ -20,7 +20,9 @@ from tests.support import tiny_training as tiny
 from torch import multiprocessing
 from transformers import PreTrainedModel, TrainingArguments
 
+from llmcompressor import oneshot
 from llmcompressor.args.parsing import current_name
+from llmcompressor.modifiers.quantization import QuantizationModifier
 
 pytestmark = pytest.mark.usefixtures("session", "nothing_seen")
 
@@ -163,6 +165,31 @@ def test_a_model_that_was_loaded_spread_trains_as_one_does(dense):
     whole = {"precision": "auto", "ddp_backend": "gloo", "loaded_spread": True}
     sharded(dense, "spread", processes=2, **given, **whole)
     assert_alike(dense / "alone", dense / "spread")
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        pytest.param(sharded_run.FSDP, marks=pytest.mark.slow, id="fsdp"),
+        pytest.param({"fsdp": ""}, id="ddp"),
+    ],
+)
+def test_scales_of_a_quantized_folder_train_as_on_one(dense, sharding):
+    recipe = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
+    oneshot(model=str(dense / "dense"), recipe=recipe, output_dir=dense / "start", verify=False)
+    taught = {"OutputDistillationModifier": {"targets": ["lm_head"]}}
+    tuning = {"stage_modifiers": {"ScaleTuningModifier": {}, **taught}}
+    given = {"started": "start", "recipe": tuning, "use_cpu": True, "save_strategy": "no"}
+    sharded_run.main(dense, 1, {"output_dir": str(dense / "alone"), **given})
+    sharded(dense, "pair", processes=2, ddp_backend="gloo", **{**given, **sharding})
+    start, alone, pair = (
+        load_file(dense / name / "model.safetensors") for name in ("start", "alone", "pair")
+    )
+    changed = [name for name in start if not torch.equal(start[name], alone[name])]
+    assert all(name.endswith(("weight_scale", "norm.weight")) for name in changed)
+    assert changed == [name for name in start if not torch.equal(start[name], pair[name])]
+    for name in changed:
+        torch.testing.assert_close(alone[name], pair[name], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.slow

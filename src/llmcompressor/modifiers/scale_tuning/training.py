@@ -72,9 +72,9 @@ class TrainedOffsets:
         weight = module.get_parameter("weight")
         if is_dtensor(weight) or is_partitioned(weight):
             raise TargetError(
-                f"{type(self._modifier).__name__} trains whole scales, and this training shards "
-                "the model.",
-                "Train it with one process, or with data parallelism alone.",
+                f"{type(self._modifier).__name__} trains whole scales, and here weights stay "
+                "divided while the model computes.",
+                "Train it with one process, or with several by DDP or FSDP.",
             )
         vars(module)["weight"] = self.weight(module)
 
