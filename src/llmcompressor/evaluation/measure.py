@@ -18,7 +18,7 @@ from llmcompressor.errors import ArgumentError, NonFiniteError
 from llmcompressor.evaluation.metrics import MetricSums, Passage, Report, batch_sums
 from llmcompressor.evaluation.models import check_causal, compute_logits
 from llmcompressor.evaluation.sources import Window, padded_batches
-from llmcompressor.modeling.patches import eval_mode
+from llmcompressor.modeling.patches import eval_mode, float32_linears
 from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.progress import progress
 
@@ -73,6 +73,7 @@ def compare(
     steps = -(-len(own_windows) // batch_size)
     everything = [*models.values(), *([] if reference is None else [reference])]
     with ExitStack() as modes, torch.no_grad(), progress(steps, "Evaluating") as advance:
+        modes.enter_context(float32_linears())
         for model in everything:
             modes.enter_context(eval_mode(model))
         for model, window in product(everything, windows[:1]):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from compressed_tensors.transform import TransformBase, TransformLocation
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import Module, Parameter, functional
 
 from llmcompressor.modeling.names import named_modules, own_parameters
@@ -334,12 +335,13 @@ _FEWEST_TOKENS = 64
 def float32_linears() -> Iterator[None]:
     """Make ``torch.nn.functional.linear`` multiply in float32 where that is faster.
 
-    This applies to plain CPU tensors of many tokens without gradients; other calls are unchanged.
+    This applies to plain CPU tensors of many tokens, and to gradients of inputs where the weight is
+    frozen; other calls are unchanged.
     """
     if not any(is_slow_dtype(dtype) for dtype in _DTYPES):
         yield
         return
-    with replace_functional_linear(_runs_in_fp32, wide_linear):
+    with replace_functional_linear(_runs_in_fp32, _frozen_linear):
         yield
 
 
@@ -351,5 +353,32 @@ def _runs_in_fp32(given: Tensor, weight: Tensor) -> bool:
         and given.numel() >= _FEWEST_TOKENS * weight.shape[-1]
         and not torch.is_inference_mode_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not (torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad))
+        and not (torch.is_grad_enabled() and weight.requires_grad)
     )
+
+
+def _frozen_linear(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """:func:`wide_linear`, whose result has a gradient where its input or bias has."""
+    if not torch.is_grad_enabled():
+        return wide_linear(given, weight, bias)
+    result: Tensor = _FrozenLinear.apply(given, weight, bias)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """:func:`wide_linear`, and its gradients, which are products in float32 too."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return wide_linear(given, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        (weight_RC,) = ctx.saved_tensors
+        of_input = wide_linear(gradient, weight_RC.T) if ctx.needs_input_grad[0] else None
+        of_bias = None
+        if ctx.needs_input_grad[2]:
+            of_bias = gradient.flatten(0, -2).float().sum(0).to(gradient.dtype)
+        return of_input, None, of_bias

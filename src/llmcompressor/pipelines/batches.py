@@ -130,6 +130,7 @@ def calibration_mode(model: Module) -> Iterator[None]:
         torch.no_grad(),
         without_cache(model),
         marked_quantized(model),
+        float32_linears(),
     ):
         yield
 
@@ -270,7 +271,6 @@ def calibration_batches(
     )
     with (
         calibration_mode(model),
-        float32_linears(),
         short_spin_waits(),
         _encoder_decoder_masks(model, batches, state),
     ):

@@ -332,7 +332,7 @@ class _Backward:
         inputs = [self._shelf.take(*pair).requires_grad_() for pair in pairs]
         if not call.gradients:
             return
-        with torch.enable_grad():
+        with torch.enable_grad(), _frozen(call.block):  # also where it was read anew
             returned, _ = tree_flatten(call.run(self._forwards[call.block], inputs))
             places = call.computed(returned, call.values)
             outputs = [returned[place] for place in places]

@@ -293,3 +293,28 @@ def test_linears_of_a_model_are_widened_inside_only(
         module(x)
     assert taken == [(2, 64, 48)]
     assert torch.allclose(inside.float(), outside.float(), rtol=2**-7, atol=1e-2)
+
+
+@pairs(dtype=DTYPES, has_bias=[False, True])
+def test_gradients_of_inputs_are_widened_where_weights_are_frozen(
+    dtype: torch.dtype, has_bias: bool, slow: None, taken: list[tuple[int, ...]]
+) -> None:
+    x, weight, bias = operands(dtype, 2, 64, 48)
+    torch.manual_seed(1)
+    coming = torch.randn(2, 64, 40).to(dtype)
+
+    def gradients(*operands: Tensor) -> list[Tensor]:
+        given, matrix, shift = operands[0], operands[1], operands[2] if has_bias else None
+        wanted = [given.requires_grad_(), *([shift.requires_grad_()] if shift is not None else [])]
+        result = functional.linear(given, matrix, shift)
+        return list(torch.autograd.grad(result, wanted, coming.to(result.dtype)))
+
+    exact = gradients(x.double(), weight.double(), bias.double())
+    with float32_linears():
+        found = gradients(x.clone(), weight, bias.clone())
+        functional.linear(x, weight.clone().requires_grad_())  # trained: as before
+    assert taken == [(2, 64, 48), (2, 64, 40)]
+    for one, other in zip(found, exact, strict=True):
+        assert one.dtype == dtype
+        spacing = torch.finfo(dtype).eps * other.abs().clamp_min(1e-2)
+        assert bool(((one.double() - other).abs() <= 0.51 * spacing).all())
