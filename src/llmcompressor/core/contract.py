@@ -62,7 +62,9 @@ class RecipeRules:
         renamed: field name of an earlier release → current name; both are accepted.
         moved: field of an earlier release without effect → its replacement, which a warning names.
         needs_time: it acts from its start to its end, which therefore has to be later.
-        takes_quantized: in a training it works on a model that an earlier run has quantized.
+        takes_quantized: in a training it works on a model that an earlier run has quantized, whose
+            codes stay: the only modifier there that changes weights. All parameters of the model
+            are frozen, and those that it adds are float32.
         uses_teacher: it learns from the session's teacher, so tokens without a label count too.
         changes_weights: it changes weights of the model. In a training each process's shard then
             has to be the weight itself, and the model may have no adapters.

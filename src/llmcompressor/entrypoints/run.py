@@ -156,10 +156,14 @@ def is_partly_quantized(source: SourceInfo) -> bool:
     return True
 
 
-def prepare_partly_quantized(model: PreTrainedModel) -> None:
+def prepare_partly_quantized(model: PreTrainedModel, *, told: bool = True) -> None:
     """Prepare a model that may be partly quantized; packed weights are unpacked.
 
     compressed-tensors may keep unpacked weights outside of the model.
+
+    Args:
+        model: the model.
+        told: tell that the recipe goes on with the modules that are not quantized.
 
     Raises:
         CheckpointError: it is quantized by another method, or its weights differ from those of its
@@ -178,7 +182,7 @@ def prepare_partly_quantized(model: PreTrainedModel) -> None:
         _check_loadable(source, but=_READ_HERE | _OF_STATES)
     if is_packed:
         decompress_weights(model)
-    if names:
+    if names and told:
         logger.warning(
             f"Quantized already: {join_names(names, most=3)}. That keeps its codes, and the recipe "
             "goes on with the rest."
@@ -261,7 +265,7 @@ def load_whole_model(
         unpacks=goes_on,
     )
     if goes_on:
-        prepare_partly_quantized(model)
+        prepare_partly_quantized(model, told=task.run_type == "oneshot")
         drop_dequantizing_conversions(model)
     remove_offloading(model)
     align_parameters(model)
@@ -278,7 +282,9 @@ def _given_model(task: Task, given: Any, *, goes_on: bool, spread: bool) -> Modu
         )
     model: Any = given
     check_no_peft_adapters(model)
-    (prepare_partly_quantized if goes_on else check_unquantized)(model)
+    told = task.run_type == "oneshot"
+    prepare = partial(prepare_partly_quantized, told=told) if goes_on else check_unquantized
+    prepare(model)
     drop_dequantizing_conversions(model)
     device = None if spread else task.model_args.device
     was_offloaded = not spread and remove_offloading(model, hooks=device is not None)

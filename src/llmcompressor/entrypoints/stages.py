@@ -78,6 +78,7 @@ from llmcompressor.planning.matching import unmatched_targets
 from llmcompressor.planning.subject import open_planned_model
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe, Stage
+from llmcompressor.recipe.stages import check_codes_stay
 from llmcompressor.runtime import durable
 from llmcompressor.runtime.launch import launch_of, launched_group
 from llmcompressor.runtime.limits import parse_json
@@ -467,6 +468,8 @@ class _Stage:
         self.name = stage.name
         self.kind = stage.run_type or _infer_run_type(stage)
         check_run_types(stage, self.kind)
+        if self.kind == "train":
+            check_codes_stay(one for one in stage.modifiers if not is_idle(one, stage, "train"))
         self.bars_others = _blocking_change(stage)
         self.recipe = Recipe([stage], args=whole.args)
         self.folder = root / f"stage_{stage.name}"

@@ -256,7 +256,8 @@ class _Run:
         self.model = load_whole_model(task, device=str(device), goes_on=goes_on)
         _move_given_model(self.model, task, device)
         check_finite_weights(self.model)
-        _check_precision(self.model, task)
+        if not goes_on:  # else the weights are frozen, and what is trained is float32
+            _check_precision(self.model, task)
         teacher = load_teacher(task.model_args, device)
         self.processor = task.load_processor()
         with task.explain_missing_processor(), rendered_at(_broadcast(task.moment)):

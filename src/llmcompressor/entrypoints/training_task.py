@@ -49,6 +49,7 @@ from llmcompressor.errors import ArgumentError, DatasetError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import LoggerManager
 from llmcompressor.recipe import Recipe
+from llmcompressor.recipe.stages import check_codes_stay
 from llmcompressor.runtime import durable
 from llmcompressor.runtime.limits import parse_json
 from llmcompressor.runtime.temporary import temporary_folder
@@ -517,6 +518,7 @@ class Training(Task):
 
     def _read_recipe(self) -> Recipe:
         recipe = super()._read_recipe()
+        check_codes_stay(recipe.modifiers)
         if not recipe.modifiers:
             logger.warning("The recipe is empty: the model is trained, and not compressed.")
         return recipe

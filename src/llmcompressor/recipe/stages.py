@@ -170,6 +170,31 @@ def check_required_later(stages: Iterable[Stage]) -> None:
             )
 
 
+def check_codes_stay(modifiers: Iterable[Modifier]) -> None:
+    """Check the modifiers of a training: one that takes a quantized model alone changes weights.
+
+    Raises:
+        RecipeError: another one changes weights beside it.
+    """
+    changing = [each for each in modifiers if type(each).rules.changes_weights]
+    taking = next((each for each in changing if type(each).rules.takes_quantized), None)
+    if taking is None or len(changing) == 1:
+        return
+    name = type(taking).__name__
+    others = dict.fromkeys(type(each).__name__ for each in changing if each is not taking)
+    if name in others:
+        raise RecipeError(
+            f"{name} stands in the recipe more than once, and a training has one set of scales.",
+            "Leave one of them.",
+        )
+    told = " and ".join(others)
+    raise RecipeError(
+        f"{name} trains a quantized model whose codes stay, and {told} beside it would change "
+        "them.",
+        f"Leave {told} out, or apply it to the original model before that is quantized.",
+    )
+
+
 # --------------------
 # Stages as scripts for llm-compressor 0.5 know them.
 

@@ -17,7 +17,7 @@ from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
 from llmcompressor.recipe.arguments import RecipeArgs
 from llmcompressor.recipe.recipe import Recipe, RecipeContainer, RecipeInput, renew_recipe
-from llmcompressor.recipe.stages import StageModifiers
+from llmcompressor.recipe.stages import StageModifiers, check_codes_stay
 from llmcompressor.runtime.run_record import phase
 from llmcompressor.session.resuming import check_same_recipe, recipe_record
 
@@ -116,6 +116,8 @@ class CompressionLifecycle:
         if self.initialized_:
             return []
         self._read_recipe(recipe, recipe_stage, recipe_args)
+        if self.state.optimizer is not None or self.state.schedule.steps_per_epoch is not None:
+            check_codes_stay(self.recipe.modifiers)
         logger.debug("Initializing the compression lifecycle.")
         results = self._initialize_modifiers(unknown)
         self.initialized_ = True

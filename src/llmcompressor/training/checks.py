@@ -15,6 +15,7 @@ from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import ArgumentError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.pipelines.moe_selection import ignore_suggestion, targeted_moes
+from llmcompressor.recipe.stages import check_codes_stay
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.transformers_internals import has_peft_adapters
 
@@ -40,6 +41,7 @@ def check_can_train(modifiers: Iterable[Modifier]) -> None:
         RecipeError: there are such modifiers.
     """
     modifiers = list(modifiers)
+    check_codes_stay(modifiers)
     useless = [type(each).__name__ for each in modifiers if "train" not in each.rules.run_types]
     if useless:
         raise RecipeError(

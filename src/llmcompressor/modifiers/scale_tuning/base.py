@@ -26,7 +26,7 @@ from llmcompressor.core.contract import (
     RecipeRules,
     Traits,
 )
-from llmcompressor.core.events import Event
+from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import LifecycleError, RecipeError, TargetError
@@ -158,8 +158,11 @@ class ScaleTuningModifier(Modifier):
         """
         model = state.model
         check_targets(model, self.targets, self.ignore)
+        trains = state.schedule.steps_per_epoch is not None or state.optimizer is not None
         every = dict(named_modules(model))
         quantized = [one for one in every.values() if _weight_arguments(one) is not None]
+        if not quantized and trains:
+            raise self._not_quantized_error()
         if not quantized:
             raise TargetError(
                 f"{self._name} trains scales of quantized weights, and no modifier before it "
@@ -177,12 +180,13 @@ class ScaleTuningModifier(Modifier):
         }
         self._tensors = TunedTensors(weights, norms)
         written = [one for one in quantized if hasattr(one, "quantization_status")]
-        if state.schedule.steps_per_epoch is not None or state.optimizer is not None:
+        if trains:
             self._begin_training(model, every, written=len(written) == len(quantized))
         elif len(written) == len(quantized):
             raise TargetError(
                 f"The model is quantized already, and {self._name} compares with the original one.",
-                "Use train, with the original as distill_teacher; or quantize the original here.",
+                "Use train, with OutputDistillationModifier and the original as distill_teacher; "
+                "or quantize the original here.",
             )
         else:
             _head_of(model)
@@ -191,10 +195,7 @@ class ScaleTuningModifier(Modifier):
     def _begin_training(self, model: Module, every: Mapping[str, Module], *, written: bool) -> None:
         """Put the trained offsets on a quantized model."""
         if not written:
-            raise TargetError(
-                f"{self._name} trains scales of a quantized model, and this one is not yet.",
-                "Give train what oneshot has written; or use oneshot with both modifiers.",
-            )
+            raise self._not_quantized_error()
         states = [
             name
             for name, one in every.items()
@@ -212,6 +213,18 @@ class ScaleTuningModifier(Modifier):
                 "such arguments."
             )
         self._trained = TrainedOffsets(self, model, self._tensors)
+
+    def _not_quantized_error(self) -> TargetError:
+        return TargetError(
+            f"{self._name} trains scales of a quantized model in a training, and this one is not "
+            "quantized.",
+            "Give train the folder that oneshot has written; or use oneshot, with a modifier that "
+            "quantizes before this one.",
+        )
+
+    def should_start(self, event: Event) -> bool:
+        """Return True at the first batch of a training: it works in the whole of it."""
+        return self._trained is not None and event.type_ is EventType.BATCH_START
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
         """Register the hooks again; offsets are parameters of the model."""

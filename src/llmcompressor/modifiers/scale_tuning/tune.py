@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -127,8 +128,10 @@ def split_batches(count: int) -> tuple[list[int], list[int]]:
 
 def step_batches(
     batches: Sequence[int], rows: Sequence[int], options: TuningOptions
-) -> list[list[int]]:
-    """The batches of each step: in each epoch every one comes once, in a new order.
+) -> list[list[list[int]]]:
+    """The batches of each step of each epoch: every one comes once in it, in a new order.
+
+    Epochs may differ in their number of steps, as batches may differ in their number of samples.
 
     Args:
         batches: indices to train on.
@@ -136,8 +139,9 @@ def step_batches(
         options: of the training.
     """
     generator = torch.Generator().manual_seed(options.seed)
-    steps: list[list[int]] = []
+    epochs: list[list[list[int]]] = []
     for _ in range(options.epochs):
+        steps: list[list[int]] = []
         picked: list[int] = []
         for place in torch.randperm(len(batches), generator=generator).tolist():
             picked.append(batches[place])
@@ -146,7 +150,8 @@ def step_batches(
                 picked = []
         if picked:
             steps.append(picked)
-    return steps
+        epochs.append(steps)
+    return epochs
 
 
 def tune_scales(
@@ -171,7 +176,8 @@ def tune_scales(
     """
     training, compared = split_batches(len(original.batches))
     rows = [original.rows(index) for index in range(len(original.batches))]
-    steps = step_batches(training, rows, options)
+    epochs = step_batches(training, rows, options)
+    steps, ends = list(chain(*epochs)), set(accumulate(map(len, epochs)))
     run = _Training(model, starts, original, source)
     if not run.resume():
         run.before = run.least = run.mean_divergence(compared)
@@ -179,7 +185,7 @@ def tune_scales(
     with progress(len(steps) - run.steps, "Tuning scales") as advance:
         for number in range(run.steps, len(steps)):
             loss = run.step(steps[number], options.rate * (1 - number / len(steps)))
-            if (number + 1) % (len(steps) // options.epochs) == 0:
+            if number + 1 in ends:
                 run.compare(compared)
             run.keep_if_due(last=number + 1 == len(steps))
             advance(1, note=f"divergence {loss:.4f}")

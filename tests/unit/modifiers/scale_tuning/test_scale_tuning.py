@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,11 +150,41 @@ def test_the_gradient_is_that_of_one_graph(scheme: str) -> None:
 
 def test_each_epoch_takes_every_batch_once() -> None:
     options = TuningOptions(epochs=3, rate=1.0, samples=4, seed=0)
-    steps = step_batches([0, 1, 2, 3, 4], [2, 2, 2, 2, 2], options)
-    assert [len(one) for one in steps] == [2, 2, 1] * 3
-    epochs = [sorted(chain(*steps[at : at + 3])) for at in (0, 3, 6)]
-    assert epochs == [[0, 1, 2, 3, 4]] * 3
-    assert steps[:3] != steps[3:6]
+    epochs = step_batches([0, 1, 2, 3, 4], [2, 2, 2, 2, 2], options)
+    assert [[len(one) for one in steps] for steps in epochs] == [[2, 2, 1]] * 3
+    assert [sorted(chain(*steps)) for steps in epochs] == [[0, 1, 2, 3, 4]] * 3
+    assert epochs[0] != epochs[1]
+
+
+def test_every_epoch_is_compared_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [1, 1, 3, 1, 2, 1, 4, 2]
+    options = TuningOptions(epochs=6, rate=1.0, samples=4, seed=0)
+    epochs = step_batches(range(7), rows, options)
+    lengths = [len(steps) for steps in epochs]
+    assert len(set(lengths)) > 1  # epochs of unequal lengths
+    compared: list[int] = []
+
+    class Counted:
+        steps, before, least = 0, 1.0, 1.0
+
+        def __init__(self, *given: Any) -> None: ...
+
+        def resume(self) -> bool:
+            return True
+
+        def compare(self, indices: list[int]) -> None:
+            compared.append(self.steps)
+
+        def keep_if_due(self, *, last: bool) -> None: ...
+
+        def step(self, picked: list[int], rate: float) -> float:
+            self.steps += 1
+            return 0.0
+
+    monkeypatch.setattr(tune, "_Training", Counted)
+    original: Any = SimpleNamespace(batches=rows, rows=rows.__getitem__)
+    tune.tune_scales(None, {}, original, options, None)  # type: ignore[arg-type]
+    assert compared == list(accumulate(lengths))
 
 
 def test_batches_to_compare_with_are_held_out() -> None:

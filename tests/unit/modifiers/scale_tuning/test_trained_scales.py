@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,23 @@ from safetensors.torch import load_file
 from tests.support import tiny_llama as tiny
 from transformers import AutoModelForCausalLM
 
-from llmcompressor import oneshot, train
+from llmcompressor import oneshot, run_stages, train
 from llmcompressor.checkpoint.packing import loading_compressed
-from llmcompressor.errors import CheckpointError, TargetError
+from llmcompressor.core import create_session
+from llmcompressor.errors import CheckpointError, RecipeError, TargetError
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
+from llmcompressor.modifiers.pruning import ConstantPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.scale_tuning import ScaleTuningModifier
+from llmcompressor.recipe import Recipe, Stage
 
 ROWS = [{"input_ids": row} for one in tiny.batches() for row in one["input_ids"].tolist()]
 
 
-def quantized(place: Path, scheme: str, **fields: Any) -> Path:
+def quantized(place: Path, scheme: str, dtype: torch.dtype = torch.float32, **fields: Any) -> Path:
     """A quantized folder, beside the original."""
     original = place / "original"
-    tiny.llama(torch.float32, hidden_size=128).save_pretrained(original)
+    tiny.llama(dtype, hidden_size=128).save_pretrained(original)
     recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"], **fields)
     data = {"dataset": ROWS} if fields else {}
     oneshot(model=str(original), recipe=recipe, output_dir=place / "start", verify=False, **data)
@@ -115,8 +119,43 @@ def test_a_training_that_broke_off_goes_on(tmp_path: Path) -> None:
 def test_a_model_that_is_not_quantized_is_refused(tmp_path: Path) -> None:
     original = tmp_path / "original"
     tiny.llama().save_pretrained(original)
-    with pytest.raises(TargetError, match="no modifier before it quantizes any"):
+    with pytest.raises(TargetError, match="Give train the folder that oneshot has written"):
         trained(str(original), tmp_path / "out")
+    assert [one.name for one in tmp_path.iterdir()] == ["original"]
+
+
+def test_others_that_change_weights_are_refused(tmp_path: Path) -> None:
+    start = quantized(tmp_path, "W4A16")
+    names = {one.name for one in tmp_path.iterdir()}
+    pruning = ConstantPruningModifier(targets=["re:.*q_proj.*"], start=0, end=1)
+    other = QuantizationModifier(targets=["re:.*q_proj"], scheme="W8A8")
+    for beside, told in (
+        (pruning, "Constant"),
+        (other, "Quantiz"),
+        (ScaleTuningModifier(), "more than once"),
+    ):
+        with pytest.raises(RecipeError, match=told):
+            trained(str(start), tmp_path / "out", [beside, ScaleTuningModifier()])
+    with pytest.raises(RecipeError, match="codes stay"):
+        run_stages(
+            str(start),
+            Recipe([Stage("train", (pruning, ScaleTuningModifier()))]),
+            ROWS,
+            tmp_path / "out",
+        )
+    with create_session() as session, pytest.raises(RecipeError, match="codes stay"):
+        session.initialize(
+            model=tiny.llama(), recipe=[pruning, ScaleTuningModifier()], steps_per_epoch=2
+        )
+    assert {one.name for one in tmp_path.iterdir()} == names
+
+
+def test_a_training_has_no_false_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start = quantized(tmp_path, "W4A16", torch.bfloat16)
+    caplog.clear()
+    trained(str(start), tmp_path / "out")
+    warned = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert warned == []
 
 
 def test_a_quantized_cache_is_refused(tmp_path: Path) -> None:
