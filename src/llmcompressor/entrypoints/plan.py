@@ -151,6 +151,7 @@ def plan_from_arguments(
     limit = None
     with suppress(RecipeError):  # several budgets: told by the plan of them
         limit = size_limit_of(job.recipe.modifiers)
+    asked = job.recipe.modifiers
     curve = _plan_budget(job, subject, measure=measure is not False)
     tokens, batches, batch_samples = _count_data(job, subject.model)
     device = _device(job, subject)
@@ -178,6 +179,7 @@ def plan_from_arguments(
         limits.host,
         job.keeps_ties,
         layout or Layout(),
+        asked,
     )
     with gc_relaxed():
         found = make_plan(subject, request)

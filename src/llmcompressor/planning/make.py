@@ -118,6 +118,8 @@ class Request:
         host_limit: the same of main memory.
         keeps_ties: the user has asked to keep tied embeddings tied.
         layout: the ranks of the run.
+        asked: the modifiers with the patterns that the user gave, if a budget's choice stands in
+            their place in ``modifiers``; in the same order.
     """
 
     modifiers: Sequence[Modifier]
@@ -139,6 +141,7 @@ class Request:
     host_limit: int | None = None
     keeps_ties: bool = False
     layout: Layout = field(default_factory=Layout)
+    asked: Sequence[Modifier] = ()
 
 
 def problem_of(where: str, error: CompressorError) -> Problem:
@@ -194,6 +197,7 @@ class _PlanBuilder:
         parts = self._parts or subject.parts()
         is_ready = is_ready and not any(one.where == RECIPE for one in self._problems)
         rows = module_rows(subject.model, request.modifiers, everything) if is_ready else []
+        asked = request.asked or request.modifiers
         plan = Plan(
             model=subject.place,
             architecture=type(subject.model).__name__,
@@ -203,7 +207,7 @@ class _PlanBuilder:
             residency="one block at a time, the next one read ahead"
             if request.is_streamed
             else "the whole model in memory" + f", because {subject.whole}" * bool(subject.whole),
-            matches=match_patterns(subject.model, zip(request.modifiers, names, strict=True)),
+            matches=match_patterns(subject.model, zip(asked, names, strict=True)),
             modules=rows,
             schemes={one.name: words[id(one.scheme)] for one in everything},
             tokens=request.tokens,

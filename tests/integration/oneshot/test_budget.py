@@ -242,6 +242,19 @@ def test_the_report_has_the_curve_of_the_plan(
         assert f"{size:,} bytes" in page.partition('id="budget"')[2].partition("</section>")[0]
 
 
+def test_a_plan_matches_the_patterns_that_were_given(folder: Callable[[str], Path]) -> None:
+    targets = ["re:.*mlp.*", "Linear"]
+    given = {"budget": {"bits": 5}, "targets": targets}
+    modifiers = [AWQModifier(**given, candidates=CANDIDATES, ignore=["lm_head"])]
+    for modifier in (recipe(**given), modifiers):
+        found = plan(folder("llama"), modifier, small.token_rows(), max_seq_length=16)
+        matches = [one for one in found.matches if one.modifier != "AWQModifier"]
+        assert [one.pattern for one in matches] == [*targets, "lm_head"]
+        assert sum(one.decided for one in matches[:2]) == len(found.schemes)
+        assert len(set(found.schemes.values())) > 1
+        assert "self_attn" in found.recipe  # the run's recipe has the choice
+
+
 class _CrashError(Exception):
     """Ends a run as a crash would."""
 
