@@ -16,10 +16,12 @@ import torch
 from run_one import serve
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
+from wide import multiply_in_float32
 
 
 def load(path: str) -> torch.nn.Module:
     """The model in the data type of its checkpoint, ready to evaluate."""
+    multiply_in_float32()
     return AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
 
 

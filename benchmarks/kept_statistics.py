@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What recipes lose that work from kept statistics, beside the same recipes on the data.
+
+benchmarks/kept_statistics.py [--seed 0] [--rows "SparseGPT, 2:4" …]
+
+Loss above the dense model's in nats per token, of the embedded model, calibrated on 128 windows of
+256 tokens and measured on 64 held-out windows. Seconds are of the process, as other work may
+be done beside it. Prints the table of ``docs/statistics.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cases import AWQ, grid, rounded, solved, sparse
+from evaluate_one import load, lost, read
+from jobs import scratch
+from models import PICO
+from quality import SAMPLES
+from tables import machine, table
+from text import WINDOW, calibration_files, held_out_file
+
+WINDOWS = 64
+BATCH = 8
+RECIPES = {
+    "GPTQ, 4 bits, groups of 128": solved(grid(4, 128)),
+    "GPTQ, 3 bits, groups of 64": solved(grid(3, 64)),
+    "GPTQ, 2 bits, groups of 64": solved(grid(2, 64)),
+    "AWQ, 4 bits, groups of 128": AWQ | rounded(grid(4, 128)),
+    "AWQ, then GPTQ of 4 bits": AWQ | solved(grid(4, 128)),
+    "SparseGPT, 2:4": sparse("SparseGPTModifier", "2:4"),
+    "Wanda, 2:4": sparse("WandaPruningModifier", "2:4"),
+    "`imatrix_mse`, 4 bits, groups of 128": rounded(grid(4, 128), weight_observer="imatrix_mse"),
+}
+"""Name of a row → class name and fields of each modifier, in order."""
+HEADER = ("recipe", "data, as it comes", "", "from statistics", "")
+
+
+class Bench:
+    """The dense model, the texts and the statistics of one of them."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self._folder = folder
+        self._held_out = read(held_out_file())[:WINDOWS]
+        calibration = json.loads(calibration_files([seed], SAMPLES)[seed].read_text())
+        self._data = {
+            "dataset": [{"input_ids": one} for one in calibration],
+            "num_calibration_samples": SAMPLES,
+            "max_seq_length": WINDOW,
+        }
+        self._dense = load(str(PICO))
+        self._loss = lost(self._dense, None, self._held_out, BATCH)["loss"]
+        self._statistics = folder / "statistics"
+
+    def collect(self) -> float:
+        """Keep the statistics; seconds of the process."""
+        return _seconds(lambda: _oneshot(save_statistics=self._statistics, **self._data))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Size of the statistics."""
+        return sum(one.stat().st_size for one in self._statistics.iterdir())
+
+    def measure(self, name: str, recipe: dict[str, dict], how: dict[str, Any]) -> list[str]:
+        """Loss above the dense model's, and seconds of the process.
+
+        Args:
+            name: of the folder to write.
+            recipe: class name → fields of each modifier.
+            how: other arguments of the run.
+        """
+        output = self._folder / name
+        taken = _seconds(lambda: _oneshot(recipe=_yaml(recipe), output_dir=output, **how))
+        found = lost(load(str(output)), self._dense, self._held_out, BATCH)
+        above = found["loss"] - self._loss
+        print(f"{name}: {above:.4f}, KL {found['divergence']:.4f}, {taken:.1f} s", flush=True)
+        return [f"{above:.4f}", f"{taken:.1f} s"]
+
+    def row(self, name: str, recipe: dict[str, dict]) -> list[str]:
+        """Cells of the table."""
+        own = "".join(one if one.isalnum() else "_" for one in name)
+        kept = {"statistics": self._statistics}
+        return [
+            name,
+            *self.measure(f"{own}-data", recipe, self._data),
+            *self.measure(f"{own}-statistics", recipe, kept),
+        ]
+
+
+def _yaml(recipe: dict[str, dict]) -> str:
+    return json.dumps({"modifiers": recipe})  # JSON is YAML
+
+
+def _oneshot(**given: Any) -> None:
+    from llmcompressor import oneshot  # noqa: PLC0415  # after the arguments are read
+
+    writes = {"verify": False, "report": False} if "output_dir" in given else {}
+    oneshot(model=str(PICO), **given, **writes)
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", nargs="+", choices=RECIPES, metavar="NAME", default=list(RECIPES))
+    given = parser.parse_args()
+    with scratch() as folder:
+        bench = Bench(given.seed, folder)
+        seconds = bench.collect()
+        rows = [bench.row(name, RECIPES[name]) for name in given.rows]
+        print(machine())
+        print(f"Collected in {seconds:.1f} s, {bench.kept_bytes / 1e6:.1f} MB.")
+    print(table(HEADER, rows))
+
+
+if __name__ == "__main__":
+    main()
