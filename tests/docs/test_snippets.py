@@ -288,6 +288,17 @@ def test_fields_and_defaults_are_those_of_the_class(page: str, modifier: type[Mo
     assert told == shown
 
 
+def test_a_budget_is_found_from_where_a_scheme_is_chosen() -> None:
+    for page, heading in (("README.md", "## Which one"), ("docs/choosing.md", "## By what you")):
+        choices = " ".join(cell for row in table_rows(ROOT / page, heading) for cell in row)
+        assert re.search(r"\((docs/)?budget.md\)", choices), page
+        assert set(re.findall(r"budget: {(\w+):", choices)) == {"size", "kl"}, page
+    for page in ("quantization", "gptq", "hqq", "autoround", "awq"):
+        text = (DOCS / "modifiers" / f"{page}.md").read_text()
+        assert "(../budget.md)" in text, page
+        assert "`candidates`" in text, page
+
+
 def test_observers_are_those_of_the_registry() -> None:
     told = {row[0] for row in table_rows(DOCS / "observers.md", "## The observers")}
     assert told == set(OBSERVERS)
