@@ -42,6 +42,7 @@ _INPUTS, _LOSS = "inputs", "loss"
 _OUTSIDE = "outside"
 """In the name of a file: what lies outside of blocks."""
 _AGAIN = "Collect them again: save_statistics=... (--save-statistics), into another folder."
+_FILLED = "Name a folder that a run with save_statistics (--save-statistics) has filled."
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,20 @@ def check_statistics_folder(folder: Path) -> None:
         )
 
 
+def _without_index(folder: Path) -> ArgumentError:
+    """The error for a path where statistics were to be, and no complete ones are."""
+    if not folder.is_dir():
+        why = "is a file" if folder.exists() else "does not exist"
+        return ArgumentError(f"statistics names {folder}, which {why}.", _FILLED)
+    if any(folder.glob(f"{_INPUTS}-*")):
+        return ArgumentError(
+            f"{folder} holds no complete statistics: their collection was interrupted, or goes on.",
+            "Collect them again into the same folder, which begins anew: save_statistics=... "
+            "(--save-statistics).",
+        )
+    return ArgumentError(f"{folder} holds no statistics: it has no {INDEX}.", _FILLED)
+
+
 class KeptStatistics:
     """Statistics that an earlier run has kept in a folder.
 
@@ -220,13 +235,12 @@ class KeptStatistics:
         """Open a folder of statistics.
 
         Raises:
-            ArgumentError: it holds none, or these are incomplete, damaged or of another format.
+            ArgumentError: it does not exist or holds none, or these are incomplete, damaged or of
+                another format.
         """
         file = folder / INDEX
         if not file.is_file():
-            has_parts = any(folder.glob(f"{_INPUTS}-*"))
-            why = "their collection was interrupted" if has_parts else f"it has no {INDEX}"
-            raise ArgumentError(f"{folder} holds no complete statistics: {why}.", _AGAIN)
+            raise _without_index(folder)
         try:
             found = json.loads(file.read_bytes())
             number = found.pop("format")

@@ -754,10 +754,20 @@ class Job(Task):
         if args.statistics is None:
             return None
         found = KeptStatistics.open(Path(args.statistics).expanduser())
+        if not self.recipe.modifiers:
+            raise ArgumentError(
+                "The argument 'statistics' was given, and no recipe that could use them.",
+                "Give recipe, or leave statistics out.",
+            )
         if not self.needing_data:
             logger.info("The statistics are not read: no modifier of the recipe needs any.")
             return None
         check_statistics_suffice(self.recipe.modifiers)
+        if "propagate_error" in self.call["arguments"] and self.dataset_args.propagate_error:
+            logger.warning(
+                "propagate_error has no effect with statistics: all inputs are those of the "
+                "original model."
+            )
         return found
 
     def _third_party_modifiers(self) -> list[Modifier]:

@@ -346,6 +346,8 @@ class _DraftJob(Job):
         return None
 
     def _open_statistics(self) -> KeptStatistics | None:
+        if any(one.where == RECIPE for one in self.problems):
+            return None  # nothing is known of what would use them
         with self.recording_problems("statistics"):
             return super()._open_statistics()
         return None

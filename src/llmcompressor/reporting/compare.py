@@ -54,7 +54,7 @@ class Comparison:
         return {
             name: {
                 "folder": str(one.folder),
-                "bytes": one.bytes,
+                "bytes": one.file_bytes,
                 "quantized": len(one.matrices),
                 "errors": dict(self.errors.get(name, {})),
                 "evaluation": dict(self.evaluations.get(name, {})) or None,
@@ -130,7 +130,7 @@ def _setting(contents: Contents, name: str) -> Any:
 def comparison_page(found: Comparison, reference: Path | None) -> str:
     """Return the page of a comparison."""
     contents = found.contents
-    figures = [Figure(name, format_bytes(one.bytes)) for name, one in contents.items()]
+    figures = [Figure(name, format_bytes(one.file_bytes)) for name, one in contents.items()]
     before = {} if reference is None else contents_of(reference).sizes
     sizes = {name: one.sizes for name, one in contents.items()}
     cards = [

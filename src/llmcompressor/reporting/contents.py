@@ -109,7 +109,7 @@ class Contents:
         kinds: by name, in the order of the model.
         matrices: quantized modules by name.
         report: the content of its ``compression_report.json``; empty without one.
-        files: names of its weight files, with their bytes.
+        files: names of its weight files, with their bytes on disk.
     """
 
     folder: Path
@@ -123,6 +123,11 @@ class Contents:
     def bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(kind.bytes for kind in self.kinds.values())
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all weight files, which a plan predicts and a budget limits."""
+        return sum(self.files.values())
 
     @property
     def sizes(self) -> dict[str, dict[str, int]]:
@@ -176,9 +181,8 @@ def _read(files: Files) -> Contents:
         kind.bytes += files.places[name].size
         if module in schemes:
             kind.schemes.add(schemes[module])
-    sizes = {one.file.name: 0 for one in files.places.values()}
-    for one in files.places.values():
-        sizes[one.file.name] += one.size
+    weights = {one.file for one in files.places.values()}
+    sizes = {file.name: file.stat().st_size for file in sorted(weights)}
     matrices = _matrices(report, schemes)
     return Contents(files.directory, files.config, kinds, matrices, report, sizes)
 

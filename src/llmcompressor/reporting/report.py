@@ -219,7 +219,7 @@ def figures_of(
         matrices: its quantized modules.
         data: as for :func:`page_of`.
     """
-    found = [Figure("size", format_bytes(contents.bytes))]
+    found = [Figure("size", format_bytes(contents.file_bytes))]
     before = sum(one["bytes"] for one in (data.get("before") or {}).values())
     if before:
         share = contents.bytes / before

@@ -331,9 +331,12 @@ def test_arguments_that_do_not_go_together_are_refused(
     for given, why in (
         ({"statistics": statistics, "save_statistics": tmp_path / "x"}, "both given"),
         ({"statistics": statistics, "pipeline": "basic"}, "runs data through the model"),
-        ({"statistics": tmp_path / "nothing"}, "no complete statistics"),
+        ({"statistics": tmp_path / "nothing"}, "nothing, which does not exist"),
+        ({"statistics": statistics / "statistics.json"}, "which is a file"),
+        ({"statistics": folder / "model"}, "has no statistics.json"),
+        ({"statistics": statistics, "recipe": None}, "no recipe that could use them"),
     ):
-        error = _refused(folder, tmp_path, recipe=gptq(), **given)
+        error = _refused(folder, tmp_path, **{"recipe": gptq(), **given})
         assert isinstance(error, ArgumentError)
         assert why in str(error)
     error = _refused(folder, tmp_path, recipe=gptq(), save_statistics=tmp_path / "x")
@@ -351,6 +354,15 @@ def test_arguments_that_do_not_go_together_are_refused(
                     statistics=place,
                     **data(),
                 )
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_a_wish_that_errors_propagate_is_answered(
+    asked: bool | None, folder: Path, statistics: Path, warned: list[str]
+) -> None:
+    given = {} if asked is None else {"propagate_error": asked}
+    plan(folder / "model", gptq(), statistics=statistics, measure=False, **given)
+    assert any("propagate_error has no effect" in one for one in warned) is (asked is True)
 
 
 @pytest.mark.parametrize("name", ["save_statistics", "statistics"])
@@ -392,6 +404,7 @@ def test_an_interrupted_collection_is_begun_again(
     assert (kept / "inputs-model.layers.0.safetensors").is_file()
     error = _refused(folder, tmp_path, recipe=gptq(), statistics=kept)
     assert "their collection was interrupted" in str(error)
+    assert "into the same folder" in str(error)
     oneshot(model=model, save_statistics=kept, **data())
     names = {path.name for path in statistics.glob("inputs-*")}
     assert {path.name for path in kept.glob("inputs-*")} == names

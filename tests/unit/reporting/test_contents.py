@@ -18,6 +18,7 @@ def test_kinds_hold_every_byte_once(pico: Path) -> None:
     with safe_open(pico / "model.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert found.bytes == sum(one.nbytes for one in tensors.values())
+    assert found.file_bytes == (pico / "model.safetensors").stat().st_size > found.bytes
     modules = [name for kind in found.kinds.values() for name in kind.modules]
     assert len(modules) == len(set(modules))
     assert all(kind_of(name) == kind.name for kind in found.kinds.values() for name in kind.modules)

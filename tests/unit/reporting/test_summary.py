@@ -14,6 +14,7 @@ from loguru import logger
 
 from llmcompressor import model_free_ptq
 from llmcompressor.reporting.summary import summary_lines, tell_summary
+from llmcompressor.runtime.progress import format_bytes
 
 _SCRIPT = """
 import logging, sys, warnings
@@ -66,6 +67,8 @@ def test_a_command_tells_what_it_wrote_and_nothing_else(
 
 def test_what_vllm_refuses_is_not_served_next(written: Path) -> None:
     plain = summary_lines(written)
+    size = sum(one.stat().st_size for one in written.glob("*.safetensors"))
+    assert plain[1].split(maxsplit=1) == ["size", format_bytes(size)]
     assert plain[0] == str(written)
     assert plain[-1].endswith(f"vllm serve '{written}'")
     file = written / "compression_report.json"
