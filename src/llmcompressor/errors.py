@@ -139,3 +139,12 @@ def did_you_mean(name: str, options: Iterable[str], *, limit: int = 3) -> str:
     if near:
         return f"Did you mean {' or '.join(by_folded[folded] for folded in near)}?"
     return f"Choose one of: {', '.join(known)}." if known else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join names for a sentence.
+
+    >>> listed(["bits", "size", "kl"]), listed(["bits", "kl"]), listed(["kl"])
+    ('bits, size and kl', 'bits and kl', 'kl')
+    """
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

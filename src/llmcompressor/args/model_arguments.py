@@ -29,7 +29,7 @@ from llmcompressor.args.checks import (
     strings,
 )
 from llmcompressor.args.gates import parse_gates
-from llmcompressor.errors import ArgumentError
+from llmcompressor.errors import ArgumentError, listed
 
 if TYPE_CHECKING:
     _Token: TypeAlias = str | bool | None
@@ -203,7 +203,8 @@ class RecipeArguments(CheckedFields):
             )
         if len(given) != 1 and (given or self.candidates is not None):
             told = (
-                f"The arguments {' and '.join(map(repr, given))} were both given."
+                f"The arguments {listed([*map(repr, given)])} were "
+                f"{'both' if len(given) == 2 else 'all'} given."
                 if given
                 else "The argument 'candidates' was given without a limit to choose them by."
             )

@@ -265,6 +265,13 @@ class OptionFinder:
         names = (name for own in options.sets for name in own)
         return sum(self._modules[name].get_parameter("weight").nbytes for name in names)
 
+    def unquantized_bytes(self) -> int:
+        """Bytes of the weight files without the budget's schemes, at most those of the source."""
+        files = {one.file for one in self._writing.headers.values()}
+        sizes = [one.stat().st_size for one in files if one.is_file()]
+        written = self.file_bytes({})
+        return min(written, sum(sizes)) if sizes else written
+
     def _planned_tensors(self, name: str, scheme: QuantizationScheme) -> Any:
         module = self._modules[name]
         form = tuple(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from llmcompressor.budget.options import BudgetOptions, OptionFinder
@@ -18,7 +19,6 @@ from llmcompressor.numerics.allocation import (
     size_range,
     smallest_choice,
 )
-from llmcompressor.runtime.progress import format_bytes
 from llmcompressor.schemes.budget import KL
 
 _TRIES = 8
@@ -70,13 +70,18 @@ class Allowance:
 
     Attributes:
         options: what there is to choose from.
-        beside: bytes of the weight files besides these modules.
+        smallest: the places of the candidates that make the smallest files.
+        beside: the least bytes of the weight files besides these modules, headers included.
         dense: bytes of the weights of these modules as they are.
+        files: bytes of the weight files with the smallest candidates, with the largest ones, and
+            of the model as it is.
     """
 
     options: BudgetOptions
+    smallest: tuple[int, ...]
     beside: int
     dense: int
+    files: tuple[int, int, int]
 
     def bits(self, size: int) -> float:
         """Bits for each weight, of bytes."""
@@ -85,60 +90,85 @@ class Allowance:
     def limit(self) -> int:
         """The bytes that the modules may take, at most those of the largest candidates.
 
-        A limit of the divergence says nothing of bytes.
-
         Raises:
             RecipeError: the budget is below what the candidates allow, or above the unquantized
                 model.
+        """
+        return self._limit
+
+    @cached_property
+    def _limit(self) -> int:
+        """The limit, found and warned of once.
+
+        A limit of the divergence says nothing of bytes. By a limit of the files' bytes no choice
+        is left out that keeps it; of those within it, some may have too long a header.
         """
         options, budget = self.options, self.options.budget
         least, most = size_range(options.sizes)
         if budget.kind == KL:
             return most
         is_size = budget.kind == "size"
-        limit = (
-            int(budget.limit) - self.beside
-            if is_size
-            else int(budget.limit * options.weights / _BITS)
-        )
+        limit = int(budget.limit if is_size else budget.limit * options.weights / _BITS)
+        low, high, dense = self.files if is_size else (least, most, self.dense)
         names = ", ".join(one.name for one in options.candidates)
-        reach = f"{self._shown(least)} to {self._shown(most)}"
-        if limit < least:
+        reach = f"{self._shown(low)} to {self._shown(high)}"
+        if limit < low:
             raise RecipeError(
                 f"The budget of {self._given()} is below what its candidates ({names}) allow, "
                 f"which is {reach}.",
                 "Give a larger budget, or candidates of fewer bits.",
             )
-        if limit >= self.dense:
+        if limit >= dense:
             raise RecipeError(
                 f"The budget of {self._given()} is no less than the model takes unquantized, "
-                f"{self._shown(self.dense)}.",
+                f"{self._shown(dense)}.",
                 f"Give a budget within what the candidates ({names}) allow, {reach}.",
             )
-        if limit > most:
+        if limit > high:
             logger.warning(
                 f"The budget of {self._given()} is above what its candidates ({names}) can use, "
                 f"which is {reach}: all modules get the largest."
             )
-        return min(limit, most)
+        return min(limit - self.beside if is_size else limit, most)
 
     def _given(self) -> str:
+        """The limit in full: rounded it may look like what it is compared with."""
         budget = self.options.budget
         return (
-            f"{budget.limit:g} bits" if budget.kind == "bits" else format_bytes(int(budget.limit))
+            f"{budget.limit:.12g} bits" if budget.kind == "bits" else f"{int(budget.limit):,} bytes"
         )
 
     def _shown(self, size: int) -> str:
         if self.options.budget.kind == "bits":
             return f"{self.bits(size):.4f} bits"
-        return f"{size + self.beside:,} bytes"
+        return f"{size:,} bytes"
 
 
 def allowance_of(finder: OptionFinder, options: BudgetOptions) -> Allowance:
-    """The bytes that lie beside the modules of a budget, the files' headers among them."""
-    first = finder.file_bytes(options.scheme_by_module([0] * len(options.sets)))
+    """What a budget allows: headers of files differ by what the schemes store."""
+    places = range(len(options.candidates))
+    known: dict[tuple[int, ...], int] = {}
+
+    def size_of(choice: tuple[int, ...]) -> int:
+        if choice not in known:
+            known[choice] = finder.file_bytes(options.scheme_by_module(choice))
+        return known[choice]
+
+    def beside(choice: tuple[int, ...]) -> int:
+        own = zip(options.sizes, choice, strict=True)
+        return size_of(choice) - sum(sizes[place] for sizes, place in own)
+
+    count = len(options.sets)
+    uniform = [beside((place,) * count) for place in places]
+    # of options with as many bytes the header decides
+    pairs = [[(sizes[place], uniform[place], place) for place in places] for sizes in options.sizes]
+    smallest, largest = (tuple(pick(one)[-1] for one in pairs) for pick in (min, max))
     return Allowance(
-        options, first - sum(one[0] for one in options.sizes), finder.dense_bytes(options)
+        options,
+        smallest,
+        min(*uniform, beside(smallest), beside(largest)),
+        finder.dense_bytes(options),
+        (size_of(smallest), size_of(largest), finder.unquantized_bytes()),
     )
 
 
@@ -164,8 +194,9 @@ def choose(
         found = estimate or choose_options(options.sizes, losses, limit)
         assert found is not None  # the largest options fit
         return point_of(finder, allowance, found, is_measured=True)
+    expected = losses or largest_first(options)
     for _ in range(_TRIES):
-        found = choose_options(options.sizes, losses or largest_first(options), limit)
+        found = choose_options(options.sizes, expected, limit)
         if found is None:
             break
         point = point_of(finder, allowance, found, is_measured=losses is not None)
@@ -173,10 +204,10 @@ def choose(
         if over <= 0:
             return point
         limit = min(limit, found.bytes) - over  # headers have a few bytes more or less
-    raise RecipeError(
-        f"No choice of the candidates keeps the budget of {options.budget.limit:,.0f} bytes.",
-        "Give a larger budget.",
-    )
+    pairs = list(zip(options.sizes, expected, allowance.smallest, strict=True))
+    size = sum(sizes[place] for sizes, _, place in pairs)
+    smallest = Choice(allowance.smallest, size, sum(lost[place] for _, lost, place in pairs))
+    return point_of(finder, allowance, smallest, is_measured=losses is not None)
 
 
 def largest_first(options: BudgetOptions) -> list[list[float]]:
@@ -272,7 +303,11 @@ def tell_choice(options: BudgetOptions, point: CurvePoint) -> None:
     """Log a choice."""
     shares = ", ".join(f"{count} in {name}" for name, count in point.counts.items())
     loss = "" if point.loss is None else f", expected loss {point.loss:.4g}"
+    budget = options.budget
+    limit = (
+        f"{budget.limit:g} {budget.kind}" if budget.kind != "size" else f"{budget.limit:,} bytes"
+    )
     logger.info(
-        f"Budget of {options.budget.limit:g} {options.budget.kind}: {len(options.sets)} sets of "
+        f"Budget of {limit}: {len(options.sets)} sets of "
         f"modules, {shares}; {point.bits:.4f} bits a weight, {point.size:,} bytes of weights{loss}."
     )

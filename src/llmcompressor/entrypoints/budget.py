@@ -27,6 +27,7 @@ from llmcompressor.checkpoint.journal import PROCESSOR, resumable_run
 from llmcompressor.checkpoint.kept_statistics import StatisticsWriter
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.arguments import Job
+from llmcompressor.entrypoints.gates import check_size_of_choices
 from llmcompressor.entrypoints.verify import check_servable, is_meant_unservable
 from llmcompressor.logger import logger
 from llmcompressor.quantization.base import QuantizationMixin
@@ -78,36 +79,27 @@ def writing_of(job: Job, blocks: StreamedBlocks | ResidentBlocks) -> Writing:
 
 def settle_budget(
     job: Job,
-    blocks: StreamedBlocks | ResidentBlocks,
-    identity: Callable[[], Mapping[str, Any]],
+    opened: OpenBudget,
     measure: Callable[[BudgetOptions], list[list[float]]],
     *,
+    keeps: bool = False,
     ranks: Ranks | None = None,
-) -> SettledBudget | None:
+) -> SettledBudget:
     """Find the schemes for the budget of a run's recipe, and put them into the recipe.
 
     Args:
         job: the run; its recipe has plain ``config_groups`` afterwards.
-        blocks: the model, loaded as far as it stays in memory.
-        identity: of the run, with the budget in its recipe. An interrupted run with the same
-            identity keeps the schemes that it had found.
+        opened: its budget. An interrupted run with the same identity keeps the schemes that it had
+            found.
         measure: finds the loss of each set and candidate, as :func:`losses_of`.
+        keeps: what is measured is kept for later runs, so that it is measured in any case.
         ranks: the ranks of the run; all get the choice of the first.
-
-    Returns:
-        The choice; ``None`` without a budget.
-
-    Raises:
-        RecipeError: the budget cannot be kept, or no server takes the candidates together.
     """
-    if job.settled is not None:
-        return job.settled
-    opened = open_budget(job, blocks, identity)
-    if opened is None:
-        return None
     settled = recorded_budget(job, opened)
-    if settled is None or settled.figures is None:  # killed between the two: found again
-        losses = measure(opened.options)
+    if settled is not None and settled.figures is None:  # killed between the two: found again
+        settled = None
+    losses = measure(opened.options) if keeps or settled is None else None
+    if settled is None:
         point = choose(opened.finder, opened.allowance, losses)
         tell_choice(opened.options, point)
         curve = curve_of(opened.finder, opened.allowance, losses)
@@ -125,19 +117,29 @@ def open_budget(
     blocks: StreamedBlocks | ResidentBlocks,
     identity: Callable[[], Mapping[str, Any]],
 ) -> OpenBudget | None:
-    """Find what a budget can choose from; arguments and errors are those of :func:`settle_budget`.
+    """Find what the budget of a run's recipe can choose from.
+
+    Args:
+        job: the run.
+        blocks: the model, loaded as far as it stays in memory.
+        identity: of the run, with the budget in its recipe.
 
     Returns:
-        ``None`` without a budget.
+        ``None`` without a budget, or if its schemes are found already.
+
+    Raises:
+        RecipeError: the budget cannot be kept, or no server takes the candidates together.
+        ArgumentError: all that can be chosen is larger than the run's gate allows.
     """
     modifier = budgeted(job.recipe.modifiers)
-    if modifier is None:
+    if modifier is None or job.settled is not None:
         return None
     blocks.update(blocks.model)
     finder = OptionFinder(blocks.model, job.recipe.modifiers, modifier, writing_of(job, blocks))
     options = finder()
     allowance = allowance_of(finder, options)
     allowance.limit()  # refused before the work
+    check_size_of_choices(job.gates, allowance.files[0])
     own = {name: one for name, one in identity().items() if name not in _OF_THE_COMPUTER}
     return OpenBudget(modifier, finder, options, allowance, own)
 

@@ -51,7 +51,6 @@ from llmcompressor.modeling.sharded import is_sharded
 from llmcompressor.modeling.weights import text_config
 from llmcompressor.reporting.report import show_evaluation
 from llmcompressor.runtime.processes import is_first_rank, working_alone
-from llmcompressor.runtime.progress import format_bytes
 from llmcompressor.runtime.run_record import CHECKING, phase
 
 _HELD_OUT = ("test", "validation", "eval")
@@ -184,9 +183,11 @@ def _told(name: str, value: float | None, limit: float) -> str:
 
     >>> _told("kl", 0.25, 0.02), _told("top1", None, 0.9)
     ('kl is 0.25, and at most 0.02 is allowed', 'top1 is no number, and at least 0.9 is allowed')
+    >>> _told("size", 187376, 187375)
+    'size is 187,376 bytes, and at most 187,375 bytes is allowed'
     """
     shown = [
-        "no number" if one is None else format_bytes(int(one)) if name == SIZE else f"{one:.5g}"
+        "no number" if one is None else f"{int(one):,} bytes" if name == SIZE else f"{one:.5g}"
         for one in (value, limit)
     ]
     allowed = "at least" if GATES[name].is_least else "at most"
@@ -213,6 +214,25 @@ def check_size(limits: Mapping[str, float], predicted: int) -> None:
             f"The gate 'size' allows {int(limit):,} bytes, and the weight files will have "
             f"{predicted:,}.",
             "Allow that much, or quantize more modules or to fewer bits.",
+        )
+
+
+def check_size_of_choices(limits: Mapping[str, float], smallest: int) -> None:
+    """Refuse a run whose budget has no choice of schemes that its gate allows.
+
+    Args:
+        limits: the gates.
+        smallest: bytes of the files of the smallest choice.
+
+    Raises:
+        ArgumentError: they are larger.
+    """
+    limit = limits.get(SIZE)
+    if limit is not None and smallest > limit:
+        raise ArgumentError(
+            f"The gate 'size' allows {int(limit):,} bytes, and the smallest candidates of the "
+            f"budget make weight files of {smallest:,}.",
+            "Allow that much, or give candidates of fewer bits.",
         )
 
 

@@ -74,7 +74,11 @@ from llmcompressor.entrypoints.run import (
     opened_model,
     run,
 )
-from llmcompressor.entrypoints.statistics import check_statistics, statistics_identity
+from llmcompressor.entrypoints.statistics import (
+    check_statistics,
+    keeping_statistics,
+    statistics_identity,
+)
 from llmcompressor.errors import BudgetError, GateError, OutputError
 from llmcompressor.logger import log_progress
 from llmcompressor.quantization.base import QuantizationMixin
@@ -182,12 +186,15 @@ class _MeasuredRun:
             with rendered_at(job.moment):
                 batches = job.pooled(job.load_data(blocks.model, processor, data))
             compare = prepare_comparison(job, blocks.model, processor, batches)
+            identity = statistics_identity(job, blocks.model, batches)
+            if job.statistics is not None:
+                check_statistics(job.statistics, identity)
             blocks.load(check=batches is not None, tied=job.model_args.tie_word_embeddings)
             opened = open_budget(job, blocks, partial(identity_with_budget, job, blocks, batches))
             assert opened is not None
             chosen = recorded_budget(job, opened) if self._is_settled else None
             self._check_same(opened, goes_on=chosen is not None)
-            losses = self._losses(opened, blocks, batches)
+            losses = self._losses(opened, blocks, batches, identity)
             return _Ready(
                 processor,
                 batches,
@@ -223,28 +230,40 @@ class _MeasuredRun:
             )
 
     def _losses(
-        self, opened: OpenBudget, blocks: Blocks, batches: Sequence[Any] | None
+        self,
+        opened: OpenBudget,
+        blocks: Blocks,
+        batches: Sequence[Any] | None,
+        identity: RunIdentity,
     ) -> list[list[float]]:
-        """What the candidates lose, as it was recorded; it is recorded if not."""
+        """What the candidates lose, as it was recorded; it is recorded if not.
+
+        Statistics that are asked for are kept here: later runs have no budget any more.
+        """
         journal, job = self._journal, self._job
-        if _LOSSES in journal.choices:
-            return list(journal.choices[_LOSSES])
-        if job.statistics is not None:
-            check_statistics(job.statistics, statistics_identity(job, blocks.model, batches))
         limits = MemoryLimits(job.run_args.max_memory)
-        losses = losses_of(
-            opened.options,
-            job,
-            blocks,
-            batches,
-            partial(blocks.activation_room, limits.room),
-            device_memory=limits.of(blocks.device),
-        )
-        with creation_errors(self._target):
-            durable.make_folder(rounds_folder(self._target))
-            journal.begin(opened.identity)
-        journal.decide(_LOSSES, losses)
-        return losses
+        room, device_memory = partial(blocks.activation_room, limits.room), limits.of(blocks.device)
+        losses: list[list[float]] | None = journal.choices.get(_LOSSES)
+        is_known = losses is not None
+        with keeping_statistics(
+            job, blocks, batches, identity, room, device_memory=device_memory
+        ) as writer:
+            if losses is None or writer is not None:
+                losses = losses_of(
+                    opened.options,
+                    job,
+                    blocks,
+                    batches,
+                    room,
+                    device_memory=device_memory,
+                    keep_in=writer,
+                )
+        if not is_known:
+            with creation_errors(self._target):
+                durable.make_folder(rounds_folder(self._target))
+                journal.begin(opened.identity)
+            journal.decide(_LOSSES, losses)
+        return list(losses)
 
     def _place(self, number: int) -> Path:
         return rounds_folder(self._target) / str(number)

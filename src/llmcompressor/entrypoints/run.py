@@ -76,7 +76,7 @@ from llmcompressor.entrypoints.arguments import (
     compression_report,
     parse_device,
 )
-from llmcompressor.entrypoints.budget import BUDGET, losses_of, settle_budget
+from llmcompressor.entrypoints.budget import BUDGET, losses_of, open_budget, settle_budget
 from llmcompressor.entrypoints.fingerprints import (
     fingerprint_of,
     model_fingerprint,
@@ -785,8 +785,9 @@ class _Run:
         room = partial(blocks.activation_room, limits.room)
         device_memory = session.state.run.device_memory
         ranks = session.state.run.ranks
+        opened = open_budget(job, blocks, self.identity_before)  # refused before the work
         with keeping_statistics(
-            job, blocks, self._batches, identity, session.state, room
+            job, blocks, self._batches, identity, room, device_memory=device_memory
         ) as writer:
             measure = partial(
                 losses_of,
@@ -798,7 +799,11 @@ class _Run:
                 keep_in=writer,
                 ranks=ranks,
             )
-            self._budget = settle_budget(job, blocks, self.identity_before, measure, ranks=ranks)
+            self._budget = (
+                job.settled
+                if opened is None
+                else settle_budget(job, opened, measure, keeps=writer is not None, ranks=ranks)
+            )
 
     def _check_inputs(self, model: Module) -> None:
         """Refuse data, or statistics in its place, that the modifiers cannot work with."""
@@ -856,7 +861,8 @@ class _Run:
         )
         size = layout_files(predicted.planned.stored).file_size
         check_size_limit(self._size_limit, size)
-        check_size(job.gates, size)
+        if job.kl_budget is None:  # else it was searched for, and its gates say so at the end
+            check_size(job.gates, size)
         is_meant = not job.run_args.verify or is_meant_unservable(self._modifiers)
         check_servable(
             predicted.config,

@@ -22,7 +22,6 @@ from llmcompressor.checkpoint.kept_statistics import (
     StatisticsWriter,
     writing_statistics,
 )
-from llmcompressor.core.state import State
 from llmcompressor.entrypoints.arguments import Job, clean_up_on_error
 from llmcompressor.entrypoints.fingerprints import batches_fingerprint, fingerprint_of
 from llmcompressor.errors import ArgumentError
@@ -95,8 +94,9 @@ def keeping_statistics(
     blocks: StreamedBlocks | ResidentBlocks,
     batches: Sequence[Mapping[str, Any]] | None,
     identity: RunIdentity,
-    state: State,
     room: Callable[[], int | None],
+    *,
+    device_memory: int | None = None,
 ) -> Iterator[StatisticsWriter | None]:
     """Collect statistics of the original model, if asked to, and complete them after the body.
 
@@ -105,8 +105,8 @@ def keeping_statistics(
         blocks: the model, before anything was changed, with what lies outside of blocks loaded.
         batches: the calibration batches.
         identity: what the statistics depend on.
-        state: of the run, with its limits.
         room: bytes that activations may take in main memory; ``None`` for half of what is free.
+        device_memory: limit for bytes on an accelerator.
 
     Yields:
         What the body may add to the statistics; ``None`` if they are not asked for, or complete.
@@ -134,7 +134,7 @@ def keeping_statistics(
         blocks.update(blocks.model)
         budget = job.dataset_args.activation_budget or room()
         args = replace(job.dataset_args, sequential_targets=None, activation_budget=budget)
-        _collect(blocks, batches, args, state, writer)
+        _collect(blocks, batches, args, writer, device_memory)
         yield writer
     logger.info(f"Statistics of {writer.contents.tokens} tokens are kept in {folder}.")
 
@@ -143,8 +143,8 @@ def _collect(
     blocks: StreamedBlocks | ResidentBlocks,
     batches: Sequence[Mapping[str, Any]],
     args: DatasetArguments,
-    state: State,
     writer: StatisticsWriter,
+    device_memory: int | None,
 ) -> None:
     """Run the original model over all data once, and write the sums of each block."""
     collector = SumCollectingModifier.writing(writer)
@@ -154,7 +154,7 @@ def _collect(
         )
         own = session.state.run
         own.block_source = blocks.reading()
-        own.device_memory, own.use_loss_mask = state.run.device_memory, args.use_loss_mask
+        own.device_memory, own.use_loss_mask = device_memory, args.use_loss_mask
         SequentialPipeline()(blocks.model, batches, args)  # type: ignore[arg-type]  # a list will do
         session.finalize()
     data = CalibrationBatches(blocks.model, batches, use_loss_mask=args.use_loss_mask)

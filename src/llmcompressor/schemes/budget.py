@@ -7,6 +7,7 @@ which one is found before the run (:mod:`llmcompressor.budget`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,10 +15,10 @@ from typing import Any, Literal
 from compressed_tensors.quantization import QuantizationScheme
 
 from llmcompressor.args.checks import Check, divergence, integer, number, size
-from llmcompressor.errors import ArgumentError, InputError, RecipeError, did_you_mean
+from llmcompressor.errors import ArgumentError, InputError, RecipeError, did_you_mean, listed
 from llmcompressor.schemes.checks import describe
 from llmcompressor.schemes.parse import parse_scheme
-from llmcompressor.schemes.presets import preset_scheme
+from llmcompressor.schemes.presets import format_of, preset_scheme
 
 DEFAULT_CANDIDATES = ("W4A16", "W8A16")
 """What every server reads side by side."""
@@ -32,7 +33,8 @@ KINDS: tuple[Kind, ...] = ("bits", "size", KL)
 _KEYS = (*KINDS, "samples", "rounds")
 _CHECKS: Mapping[Kind, Check] = {"bits": number(1.0, 16.0), "size": size, KL: divergence}
 _ONE_OF = "Give it one of {bits: 4.25}, {size: 5.5GB} and {kl: 0.01}."
-_FEWEST = 2
+_TWO = 2
+_TARGETS = "targets"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def parse_budget(value: Any) -> Budget:
             raise RecipeError(f"budget has no key {key!r:.80}.", did_you_mean(str(key), _KEYS))
     kinds = [key for key in KINDS if value.get(key) is not None]
     if len(kinds) != 1:
-        said = f"both {' and '.join(kinds)}" if kinds else "no limit"
+        both = "both " if len(kinds) == _TWO else ""
+        said = f"{both}{listed(kinds)}" if kinds else "no limit"
         raise RecipeError(f"budget has {said}.", _ONE_OF)
     (kind,) = kinds
     if kind != KL and value.get("rounds") is not None:
@@ -121,7 +124,7 @@ def parse_candidates(value: Any) -> list[Candidate]:
     ['W4A16', 'W8A16']
     """
     given = DEFAULT_CANDIDATES if value is None else value
-    if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or len(given) < _FEWEST:
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or len(given) < _TWO:
         raise RecipeError(
             f"candidates is {given!r:.80}, but must be a list of two schemes or more.",
             "Give names of presets, such as [W4A16, W8A16], or fields of schemes.",
@@ -130,6 +133,13 @@ def parse_candidates(value: Any) -> list[Candidate]:
     names = [one.name for one in found]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise RecipeError(f"The candidate {twice[0]} is given twice.", "Give each once.")
+    known: dict[str, Candidate] = {}
+    for one in found:
+        if (other := known.setdefault(_stored_form(one.scheme), one)) is not one:
+            raise RecipeError(
+                f"The candidates {other.name} and {one.name} are the same scheme.",
+                "Give each once, by its name or by its fields.",
+            )
     first = found[0]
     for one in found[1:]:
         if _activations(one) != _activations(first):
@@ -147,14 +157,15 @@ def _candidate(value: Any, where: str) -> Candidate:
             found = Candidate(value.upper(), value.upper(), preset_scheme(value))
         except InputError as error:
             raise RecipeError(f"{where}: {error.problem}", error.remedy) from error
+    elif not isinstance(value, Mapping):
+        raise RecipeError(
+            f"{where} is {value!r:.80}, but must be a preset or the fields of a scheme.",
+            "Give the name of a preset, such as W4A16, or fields, such as "
+            "{weights: {num_bits: 4, group_size: 128}}.",
+        )
     else:
-        if isinstance(value, Mapping) and "targets" in value:
-            raise RecipeError(
-                f"{where} has targets, but it is found out which modules it is for.",
-                "Leave them out: the targets of the modifier hold for all candidates.",
-            )
-        fields = {"targets": ["Linear"], **value} if isinstance(value, Mapping) else value
-        scheme = parse_scheme(fields, where)
+        _check_fields(value, where)
+        scheme = parse_scheme({"targets": ["Linear"], **value}, where)
         found = Candidate(describe(scheme).removeprefix("in "), dict(value), scheme)
     if found.scheme.weights is None:
         raise RecipeError(
@@ -162,6 +173,25 @@ def _candidate(value: Any, where: str) -> Candidate:
             "Give schemes of weights. What is to stay as it is belongs on the ignore list.",
         )
     return found
+
+
+def _check_fields(value: Mapping[Any, Any], where: str) -> None:
+    """Refuse fields that no candidate has; those of a scheme but its targets."""
+    if _TARGETS in value:
+        raise RecipeError(
+            f"{where} has targets, but it is found out which modules it is for.",
+            "Leave them out: the targets of the modifier hold for all candidates.",
+        )
+    known = QuantizationScheme.model_fields.keys() - {_TARGETS}
+    for key in value:
+        if key not in known:
+            raise RecipeError(f"{where} has no field {key!r:.80}.", did_you_mean(str(key), known))
+
+
+def _stored_form(scheme: QuantizationScheme) -> str:
+    """What two schemes have in common that are the same but for their targets."""
+    fields = scheme.model_dump(mode="json", exclude={_TARGETS, "format"})
+    return json.dumps([fields, format_of(scheme)], sort_keys=True)
 
 
 def _activations(candidate: Candidate) -> Any:
