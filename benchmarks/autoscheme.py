@@ -30,7 +30,9 @@ def search(job: dict) -> dict:
     from auto_round.schemes import QuantizationScheme  # noqa: PLC0415
     from torch.nn import Linear  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    from wide import multiply_in_float32  # noqa: PLC0415
 
+    multiply_in_float32()
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto")
     linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     names = [name for name in linears if name != "lm_head"]

@@ -40,6 +40,7 @@ class Job:
         draw: Seed of random rotations.
         unmasked: Calibrate with full attention, as the reference does with Qwen3-MoE.
         as_object: Give the model as transformers loads it, and not its folder.
+        wide: Linears of 16 bits multiply in float32 where that is faster (``wide.py``).
     """
 
     model: str
@@ -50,6 +51,7 @@ class Job:
     draw: int | None = None
     unmasked: bool = False
     as_object: bool = False
+    wide: bool = False
 
 
 class Worker:

@@ -58,6 +58,7 @@ class Bench:
                 str(self.calibration[seed]),
                 str(output),
                 as_object=tool != FOLDER,
+                wide=tool == REFERENCE and not self.keeps_seconds,  # this tool does it itself
             )
             report = compress(self.reference if tool == REFERENCE else sys.executable, job)
             size = sum(file.stat().st_size for file in output.glob("*.safetensors"))

@@ -170,6 +170,10 @@ def run(job: dict) -> dict:
     recipe = build_recipe(job)
     report = {"import_seconds": time.perf_counter() - started, "after_import": resident()}
     without_accelerator()
+    if job.get("wide"):
+        from wide import multiply_in_float32  # noqa: PLC0415
+
+        multiply_in_float32()
     arguments = {}
     if job["tokens"]:
         dataset = build_dataset(job["tokens"])
