@@ -12,6 +12,8 @@ sum         of                    for
 extremes    x of each one         SmoothQuant
 ==========  ====================  ================================================
 
+In ``gram`` massive tokens count less (:mod:`llmcompressor.numerics.massive_tokens`).
+
 Where an input is divided by a scale for each column, as smoothing does, so are its sums: none has
 to be collected again.
 """

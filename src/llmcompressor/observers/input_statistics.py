@@ -28,6 +28,7 @@ from llmcompressor.numerics.gram import (
 )
 from llmcompressor.numerics.input_sums import InputSums
 from llmcompressor.numerics.int8_products import Int8Columns
+from llmcompressor.numerics.massive_tokens import limit_massive_tokens
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.runtime.collectives import Ranks
 
@@ -68,6 +69,8 @@ def prefers_output_residual(rows: int, columns: int, dtype: torch.dtype) -> bool
 
 class InputStatistics:
     """Second moments of the inputs of a Linear, accumulated batch by batch.
+
+    Massive tokens count less (:mod:`llmcompressor.numerics.massive_tokens`).
 
     Args:
         columns: C, the number of input features.
@@ -214,10 +217,12 @@ class InputStatistics:
         device = self._gram_CC.device
         for pieces in zip(*(torch.split(one, CHUNK_TOKENS) for one in chunk), strict=True):
             input_TC = pieces[0].to(device)
+            changes_TC = [one.to(device) - input_TC for one in pieces[1:]]
+            input_TC, *changes_TC = limit_massive_tokens(input_TC, *changes_TC)
             operand = fast_operand(input_TC, self._gram_CC.dtype)
             add_upper_product(self._gram_CC, operand)
-            if self.is_twin:
-                self._compare(operand, pieces[1].to(device) - input_TC)
+            for change_TC in changes_TC:
+                self._compare(operand, change_TC)
         self._symmetric = False
         if not bool(torch.isfinite(self._gram_CC.diagonal().sum())):
             raise NonFiniteError(

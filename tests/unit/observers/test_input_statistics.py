@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llmcompressor.errors import NonFiniteError
 from llmcompressor.numerics import gram
@@ -137,3 +138,17 @@ def test_of_few_rows_what_their_outputs_lack_is_counted(
     assert statistics.missing.dtype is torch.float32
     assert relative(statistics.missing, exact_CR) < (1e-6 if dtype is torch.float32 else 2.0**-8)
     assert relative(statistics.gram, counted(y_TC).gram) < 1e-6
+
+
+def test_massive_tokens_count_as_long_as_twice_the_median() -> None:
+    y_TC, x_TC = (functional.normalize(one) for one in streams())
+    y_TC[::3] = 0  # no token whose length counts
+    y_TC[4], y_TC[10] = 500 * y_TC[4], 3 * y_TC[10]
+    weight_T1 = torch.ones(T, 1)
+    weight_T1[4], weight_T1[10] = 2 / 500, 2 / 3
+    statistics = counted(y_TC, references=(x_TC,))
+    weighted_TC = weight_T1 * y_TC
+    exact_CC = weighted_TC.double().T @ (weight_T1 * (x_TC - y_TC)).double()
+    assert statistics.cross is not None
+    assert relative(statistics.gram, weighted_TC.double().T @ weighted_TC.double()) < 1e-6
+    assert relative(statistics.cross, exact_CC) < 1e-5
