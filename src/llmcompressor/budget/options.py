@@ -214,7 +214,11 @@ class OptionFinder:
 
     def _check_servable(self, options: BudgetOptions) -> None:
         """Refuse candidates that no server takes together: each stands somewhere in a trial."""
-        places = [number % len(options.candidates) for number in range(len(options.sets))]
+        count, sets = len(options.candidates), len(options.sets)
+        for first in range(0, count, sets):
+            self._check_trial(options, [(first + number) % count for number in range(sets)])
+
+    def _check_trial(self, options: BudgetOptions, places: Sequence[int]) -> None:
         schemes = options.scheme_by_module(places)
         planned = self.tensors(schemes)
         model, writing = self._model, self._writing
@@ -226,7 +230,8 @@ class OptionFinder:
         except RecipeError as error:
             names = ", ".join(one.name for one in options.candidates)
             raise RecipeError(
-                f"No server takes the candidates {names} together. {error.problem}", error.remedy
+                f"No server takes the candidates {names} together. {error.problem}",
+                f"{error.remedy} Or give other candidates, such as [W4A16, W8A16].",
             ) from error
 
     def tensors(self, schemes: Mapping[str, QuantizationScheme]) -> PlannedTensors:

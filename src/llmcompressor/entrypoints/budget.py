@@ -28,7 +28,7 @@ from llmcompressor.checkpoint.kept_statistics import StatisticsWriter
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.arguments import Job
 from llmcompressor.entrypoints.gates import check_size_of_choices
-from llmcompressor.entrypoints.verify import check_servable, is_meant_unservable
+from llmcompressor.entrypoints.verify import SERVING, check_servable, is_meant_unservable
 from llmcompressor.logger import logger
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe
@@ -73,7 +73,9 @@ def writing_of(job: Job, blocks: StreamedBlocks | ResidentBlocks) -> Writing:
         None if folder is None else Path(folder),
         blocks.as_written,
         job.model_args.save_compressed,
-        partial(check_servable, is_meant=is_meant, is_verified=job.run_args.verify),
+        partial(
+            check_servable, is_meant=is_meant, is_verified=job.run_args.verify, servers=SERVING
+        ),
     )
 
 

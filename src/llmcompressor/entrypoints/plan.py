@@ -38,7 +38,7 @@ from llmcompressor.entrypoints.run import (
     streamed_blocks,
     whole_model_reason,
 )
-from llmcompressor.entrypoints.verify import check_servable, is_meant_unservable
+from llmcompressor.entrypoints.verify import SERVING, check_servable, is_meant_unservable
 from llmcompressor.errors import ArgumentError, InputError, RecipeError, TargetError
 from llmcompressor.logger import logger, show_runs_quietly
 from llmcompressor.modeling.blocks import find_blocks
@@ -227,7 +227,7 @@ def _plan_budget(job: _DraftJob, subject: PlannedModel, *, measure: bool) -> lis
             subject.directory,
             structure,
             job.model_args.save_compressed,
-            partial(check_servable, is_meant=is_meant),
+            partial(check_servable, is_meant=is_meant, servers=SERVING),
         )
         finder = OptionFinder(subject.model, job.recipe.modifiers, modifier, writing)
         options = finder()

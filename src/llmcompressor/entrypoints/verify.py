@@ -148,6 +148,8 @@ _OF_STATES = {"L11"}
 _OF_SOME = {"L9", "L10", "L11", "S48", "S73"}
 """Rules of what is read all the same by other releases of a server, by a device that is not known,
 or by compressed-tensors itself (R3): reason to warn, not to refuse."""
+SERVING = ("vllm", "sglang")
+"""What serves many users: for one of them candidates of a budget are chosen."""
 _REMEDIES = {
     "L2": "Ignore these modules, or take a scheme whose codes keep the name weight (W8A8, "
     "FP8_DYNAMIC). Or serve it with vLLM."
@@ -264,6 +266,7 @@ def check_servable(
     *,
     is_meant: bool = False,
     is_verified: bool = True,
+    servers: Sequence[str] = SERVERS,
 ) -> None:
     """Warn before a run about output that servers would refuse or run incorrectly.
 
@@ -275,12 +278,13 @@ def check_servable(
         prediction: the tensors that will be written, and their modules.
         is_meant: the output need not be servable.
         is_verified: what is written will be verified.
+        servers: that one of them takes it is enough.
 
     Raises:
         CheckpointError: the class of the configuration is none that readers find or can read with,
             and what is written would be refused for it.
-        RecipeError: every server with known rules would refuse the output or run it incorrectly,
-            and ``is_meant`` is False.
+        RecipeError: each of ``servers`` would refuse the output or run it incorrectly, and
+            ``is_meant`` is False.
     """
     ask = partial(
         check_serving,
@@ -298,8 +302,8 @@ def check_servable(
         )
     of_transformers = ask(deployment=Deployment("transformers"))
     limits = _errors(of_transformers)
-    if limits and not is_meant:
-        _refuse_unservable(ask)
+    if not is_meant and (limits or "transformers" not in servers):
+        _refuse_unservable(ask, servers)
     for each in merged(errors, by_rule=True):
         logger.warning(
             f"{each.first.server or 'No server'} would {'not ' if each.first.server else ''}serve "
@@ -326,10 +330,10 @@ def check_servable(
         )
 
 
-def _refuse_unservable(ask: Callable[..., list[Finding]]) -> None:
+def _refuse_unservable(ask: Callable[..., list[Finding]], servers: Sequence[str]) -> None:
     """Raise if no server can serve the output."""
     firsts = []
-    for server in SERVERS:
+    for server in servers:
         errors = _errors(ask(deployment=Deployment(server)))
         found = [one for one in errors if one.rule not in _OF_SOME]
         if not found:

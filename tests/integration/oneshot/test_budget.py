@@ -116,6 +116,58 @@ def test_a_size_is_kept_and_planned_to_the_byte(
         assert found.budget[-1].bytes == most
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_ends_of_a_size_are_kept_in_any_order(
+    order: int, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Headers differ by a few bytes between candidates."""
+    model, data = folder("llama"), small.token_rows()
+    candidates = CANDIDATES[::order]
+    ends = [
+        plan(model, recipe(scheme=one, candidates=None), data, measure=False).sizes.weights
+        for one in ("W3A16", "W8A16")
+    ]
+
+    def planned(limit: int) -> Any:
+        modifier = recipe(budget={"size": limit}, candidates=candidates)
+        return plan(model, modifier, data, measure=False)
+
+    for end in ends:
+        found = planned(end)
+        assert found.ok, found.problems
+        assert found.sizes.weights == end
+        assert not [one for one in found.notes if "above what" in one]
+    below = planned(ends[0] - 1).problems[0].message
+    assert f"budget of {ends[0] - 1:,} bytes is below" in below
+    assert f"{ends[0]:,} bytes to {ends[1]:,} bytes" in below
+    dense = weight_bytes(model)
+    assert f"unquantized, {dense:,} bytes" in planned(dense).problems[0].message
+    assert planned(dense - 1).ok
+
+
+def test_no_header_breaks_a_size(folder: Callable[[str], Path]) -> None:
+    """Zero points have entries of their own, which the candidate of most bits has not."""
+    model, candidates = folder("llama"), ["W3A16_ASYM", "W4A16_ASYM", "W5A16"]
+    given: dict[str, Any] = {"model": model, "data": small.token_rows()}
+
+    def found(limit: int) -> int:
+        modifier = recipe(budget={"size": limit}, candidates=candidates)
+        planned = plan(given["model"], modifier, given["data"], measure=False)
+        assert planned.ok, planned.problems
+        return int(planned.sizes.weights)
+
+    least, most = (
+        plan(model, recipe(scheme=one, candidates=None), given["data"], measure=False).sizes.weights
+        for one in (candidates[0], candidates[-1])
+    )
+    sizes = [found(limit) for limit in range(least, most + 1, (most - least) // 7)]
+    limits = range(least, most + 1, (most - least) // 7)
+    assert all(size <= limit for size, limit in zip(sizes, limits, strict=True))
+    assert len(set(sizes)) > 3
+    assert found(least) == least
+    assert found(most) == most
+
+
 def test_bits_count_all_that_is_stored_of_the_modules(
     folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -292,6 +344,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
         TargetError,
         "shared among Linears",
     ),
+    "no real server": (  # transformers alone reads it
+        {"budget": {"bits": 5}, "candidates": ["W4A16", {"weights": {"num_bits": 9}}]},
+        RecipeError,
+        "No server takes the candidates",
+    ),
     "no server": (
         {"budget": {"bits": 5}, "candidates": ["W4A16", {"weights": {"num_bits": 12}}]},
         RecipeError,
@@ -315,18 +372,40 @@ def test_what_cannot_be_is_refused_before_any_work(
     assert said in problems[0].message
 
 
+def test_it_is_refused_before_statistics_are_collected(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"output": tmp_path / "out", "save_statistics": tmp_path / "kept"}
+    with pytest.raises(RecipeError, match="below what its candidates"):
+        run(folder("llama"), modifier=recipe(budget={"bits": 3}), **given)
+    given["gates"] = {"size": "9kB"}
+    with pytest.raises(ArgumentError, match="The gate 'size' allows 9,000 bytes"):
+        run(folder("llama"), modifier=recipe(budget={"bits": 5}), **given)
+    assert not list(tmp_path.iterdir())
+
+
+GROUP = {"num_bits": 4, "group_size": 128}
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"budget": {"nats": 0.1}}, "no key 'nats'"),
         ({"budget": {}}, "no limit"),
         ({"budget": {"bits": 4, "size": 5}}, "both bits and size"),
+        ({"budget": {"bits": 4, "size": 5, "kl": 1}}, "has bits, size and kl"),
         ({"budget": {"bits": 0.5}}, "from 1.0 to 16.0"),
         ({"budget": 4}, "must be a mapping"),
         ({"budget": {"bits": 4, "samples": 0}}, "samples"),
         ({"budget": {"bits": 4}, "scheme": "W4A16"}, "scheme and budget are both set"),
         ({"budget": {"bits": 4}, "candidates": ["W4A16"]}, "two schemes or more"),
         ({"budget": {"bits": 4}, "candidates": ["W4A16", "w4a16"]}, "given twice"),
+        ({"budget": {"bits": 4}, "candidates": ["W4A16", {"weights": GROUP}]}, "the same scheme"),
+        ({"budget": {"bits": 4}, "candidates": [4, 8]}, "is 4, but must be a preset or"),
+        (
+            {"budget": {"bits": 4}, "candidates": ["W4A16", {"bits": 8}]},
+            "no field 'bits'. (?!.*tar)",
+        ),
         ({"budget": {"bits": 4}, "candidates": ["W4A16", "W4A15"]}, "no preset"),
         ({"budget": {"bits": 4}, "candidates": ["W4A16", "UNQUANTIZED"]}, "no weights"),
         ({"budget": {"bits": 4}, "candidates": ["W4A16", "W8A8"]}, "activations differently"),
@@ -345,6 +424,8 @@ def test_arguments_and_recipes_do_not_mix(folder: Callable[[str], Path]) -> None
         run(folder("llama"), None, recipe(budget={"bits": 5}), bits=5)
     with pytest.raises(ArgumentError, match="both given"):
         run(folder("llama"), None, None, bits=5, size="1GB")
+    with pytest.raises(ArgumentError, match="'bits', 'size' and 'max_kl' were all given"):
+        run(folder("llama"), None, None, bits=5, size="1GB", max_kl=1)
     with pytest.raises(ArgumentError, match="without a limit"):
         run(folder("llama"), None, None, candidates=["W4A16", "W8A16"])
 

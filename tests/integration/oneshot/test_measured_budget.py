@@ -308,6 +308,28 @@ def test_other_gates_are_measured_on_the_best(model: str, text: str, tmp_path: P
     assert [one.name for one in tmp_path.iterdir()] == ["out.rejected"]
 
 
+def test_a_size_that_is_missed_is_rejected(model: str, text: str, tmp_path: Path) -> None:
+    limit = {"size": 190_000}  # the smallest candidates take less
+    with pytest.raises(GateError, match=r"size is .* at most 190,000 bytes is allowed"):
+        run(model, tmp_path / "out", text, gates=limit)
+    assert [one.name for one in tmp_path.iterdir()] == ["out.rejected"]
+
+
+def test_statistics_of_a_run_serve_other_budgets(
+    whole: Path, model: str, text: str, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    run(model, tmp_path / "out", text, save_statistics=kept)
+    assert weights(tmp_path / "out") == weights(whole)
+    fields = {"targets": "Linear", "ignore": ["lm_head"], "candidates": CANDIDATES}
+    for number, budget in enumerate(({"kl": 50.0}, {"bits": 5})):
+        out = tmp_path / str(number)
+        modifier = GPTQModifier(**fields, budget=budget)
+        held_out = text if "kl" in budget else None
+        oneshot(model, modifier, statistics=kept, output_dir=out, gate_dataset=held_out)
+        assert found_of(out)["chosen"]["loss"] > 0
+
+
 def test_a_stage_compares_with_the_first_model(model: str, text: str, tmp_path: Path) -> None:
     fields = {"targets": "Linear", "ignore": ["lm_head"], "candidates": CANDIDATES}
     stages = {
@@ -357,6 +379,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[InputError], str]] =
         RecipeError,
         "nothing is measured",
     ),
+    "size": (lambda: {"gates": {"size": "9kB"}}, ArgumentError, "gate 'size' allows 9,000"),
     "nothing to keep": (
         lambda: {"how": GPTQModifier(**PLAIN), "keep_rejected": True, "text": None},
         ArgumentError,
