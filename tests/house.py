@@ -45,7 +45,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 # Figure: (ceiling, goal). --lower rewrites the ceilings. Where a commit adds a capability, it may
 # raise the ceilings of lines by that, and its message says so: refactoring may not.
 CEILINGS: dict[str, tuple[float, float]] = {
-    "lines of src": (101_000, 64_000),
+    "lines of src": (101_200, 64_000),
     "files of src": (368, 300),
     "members to override": (28, 25),
     "fields of State": (14, 14),

@@ -209,16 +209,13 @@ class OptionFinder:
         found = BudgetOptions(
             modifier, parse_budget(modifier.budget), candidates, sets, schemes, sizes, weights
         )
-        self._check_servable(found)
+        count = len(candidates)
+        for first in range(0, count, len(sets)):  # each candidate stands somewhere in a trial
+            self._check_trial(found, [(first + number) % count for number in range(len(sets))])
         return found
 
-    def _check_servable(self, options: BudgetOptions) -> None:
-        """Refuse candidates that no server takes together: each stands somewhere in a trial."""
-        count, sets = len(options.candidates), len(options.sets)
-        for first in range(0, count, sets):
-            self._check_trial(options, [(first + number) % count for number in range(sets)])
-
     def _check_trial(self, options: BudgetOptions, places: Sequence[int]) -> None:
+        """Refuse candidates that no server takes together."""
         schemes = options.scheme_by_module(places)
         planned = self.tensors(schemes)
         model, writing = self._model, self._writing

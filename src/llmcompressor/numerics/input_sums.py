@@ -12,7 +12,7 @@ sum         of                    for
 extremes    x of each one         SmoothQuant
 ==========  ====================  ================================================
 
-In ``gram`` massive tokens count less (:mod:`llmcompressor.numerics.massive_tokens`).
+In ``gram`` massive tokens count less (:func:`~llmcompressor.numerics.gram.limit_massive_tokens`).
 
 Where an input is divided by a scale for each column, as smoothing does, so are its sums: none has
 to be collected again.

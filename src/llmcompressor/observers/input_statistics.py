@@ -24,11 +24,11 @@ from llmcompressor.numerics.gram import (
     add_residual_product,
     add_upper_product,
     fast_operand,
+    limit_massive_tokens,
     mirror_upper_,
 )
 from llmcompressor.numerics.input_sums import InputSums
 from llmcompressor.numerics.int8_products import Int8Columns
-from llmcompressor.numerics.massive_tokens import limit_massive_tokens
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.runtime.collectives import Ranks
 
@@ -70,7 +70,7 @@ def prefers_output_residual(rows: int, columns: int, dtype: torch.dtype) -> bool
 class InputStatistics:
     """Second moments of the inputs of a Linear, accumulated batch by batch.
 
-    Massive tokens count less (:mod:`llmcompressor.numerics.massive_tokens`).
+    Massive tokens count less (:func:`~llmcompressor.numerics.gram.limit_massive_tokens`).
 
     Args:
         columns: C, the number of input features.

@@ -135,7 +135,9 @@ def parse_candidates(value: Any) -> list[Candidate]:
         raise RecipeError(f"The candidate {twice[0]} is given twice.", "Give each once.")
     known: dict[str, Candidate] = {}
     for one in found:
-        if (other := known.setdefault(_stored_form(one.scheme), one)) is not one:
+        fields = one.scheme.model_dump(mode="json", exclude={_TARGETS, "format"})
+        stored = json.dumps([fields, format_of(one.scheme)], sort_keys=True)
+        if (other := known.setdefault(stored, one)) is not one:
             raise RecipeError(
                 f"The candidates {other.name} and {one.name} are the same scheme.",
                 "Give each once, by its name or by its fields.",
@@ -186,12 +188,6 @@ def _check_fields(value: Mapping[Any, Any], where: str) -> None:
     for key in value:
         if key not in known:
             raise RecipeError(f"{where} has no field {key!r:.80}.", did_you_mean(str(key), known))
-
-
-def _stored_form(scheme: QuantizationScheme) -> str:
-    """What two schemes have in common that are the same but for their targets."""
-    fields = scheme.model_dump(mode="json", exclude={_TARGETS, "format"})
-    return json.dumps([fields, format_of(scheme)], sort_keys=True)
 
 
 def _activations(candidate: Candidate) -> Any:
