@@ -3,9 +3,9 @@
 
 benchmarks/kept_statistics.py [--seed 0] [--rows "SparseGPT, 2:4" …]
 
-Loss above the dense model's in nats per token, of the embedded model, calibrated on 128 windows of
-256 tokens and measured on 64 held-out windows. Seconds are of the process, as other work may
-be done beside it. Prints the table of ``docs/statistics.md``.
+Loss above the dense model's in nats per token and KL from it, of the embedded model, calibrated on
+128 windows of 256 tokens and measured on 64 held-out windows. Seconds are of the process, as other
+work may be done beside it. Prints the table of ``docs/statistics.md``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,15 @@ RECIPES = {
     "`imatrix_mse`, 4 bits, groups of 128": rounded(grid(4, 128), weight_observer="imatrix_mse"),
 }
 """Name of a row → class name and fields of each modifier, in order."""
-HEADER = ("recipe", "data, as it comes", "", "from statistics", "")
+HEADER = (
+    "recipe",
+    "loss: data",
+    "statistics",
+    "KL: data",
+    "statistics",
+    "time: data",
+    "statistics",
+)
 
 
 class Bench:
@@ -67,7 +75,7 @@ class Bench:
         return sum(one.stat().st_size for one in self._statistics.iterdir())
 
     def measure(self, name: str, recipe: dict[str, dict], how: dict[str, Any]) -> list[str]:
-        """Loss above the dense model's, and seconds of the process.
+        """Loss above the dense model's, divergence from it, and seconds of the process.
 
         Args:
             name: of the folder to write.
@@ -79,17 +87,15 @@ class Bench:
         found = lost(load(str(output)), self._dense, self._held_out, BATCH)
         above = found["loss"] - self._loss
         print(f"{name}: {above:.4f}, KL {found['divergence']:.4f}, {taken:.1f} s", flush=True)
-        return [f"{above:.4f}", f"{taken:.1f} s"]
+        return [f"{above:.4f}", f"{found['divergence']:.4f}", f"{taken:.1f} s"]
 
     def row(self, name: str, recipe: dict[str, dict]) -> list[str]:
         """Cells of the table."""
         own = "".join(one if one.isalnum() else "_" for one in name)
         kept = {"statistics": self._statistics}
-        return [
-            name,
-            *self.measure(f"{own}-data", recipe, self._data),
-            *self.measure(f"{own}-statistics", recipe, kept),
-        ]
+        of_data = self.measure(f"{own}-data", recipe, self._data)
+        of_kept = self.measure(f"{own}-statistics", recipe, kept)
+        return [name, *(one for pair in zip(of_data, of_kept, strict=True) for one in pair)]
 
 
 def _yaml(recipe: dict[str, dict]) -> str:
