@@ -296,7 +296,7 @@ def test_linears_of_a_model_are_widened_inside_only(
 
 
 @pairs(dtype=DTYPES, has_bias=[False, True])
-def test_gradients_of_inputs_are_widened_where_weights_are_frozen(
+def test_gradients_of_inputs_are_widened_too(
     dtype: torch.dtype, has_bias: bool, slow: None, taken: list[tuple[int, ...]]
 ) -> None:
     x, weight, bias = operands(dtype, 2, 64, 48)
