@@ -57,8 +57,10 @@ _NARROWEST = 128
 """Columns of a block row below which its products are too small to be fast."""
 
 
-_LONGEST = 2.0
-"""The length, in medians, from which on a token counts less."""
+_MASSIVE = 8.0
+"""The length, in medians, from which on a token is massive: far from what tokens differ by."""
+_COUNTED = 2.0
+"""The length, in medians, as which it counts."""
 
 
 def limit_massive_tokens(input_TC: Tensor, *others_TC: Tensor) -> list[Tensor]:
@@ -69,7 +71,8 @@ def limit_massive_tokens(input_TC: Tensor, *others_TC: Tensor) -> list[Tensor]:
     arXiv:2402.17762). Their squares make up most of ``XᵀX``, and a solver that minimizes ``tr(D XᵀX
     Dᵀ)`` then spends the weights on outputs on which predictions hardly depend. Token t gets
 
-    .. math:: w_t = \min(1, 2 \operatorname{median}_s \lVert x_s \rVert / \lVert x_t \rVert) ,
+    .. math:: w_t = 2 \operatorname{median}_s \lVert x_s \rVert / \lVert x_t \rVert
+              \quad\text{if}\quad \lVert x_t \rVert > 8 \operatorname{median}_s \lVert x_s \rVert ,
 
     where the median is over the tokens with an input that is not zero.
 
@@ -88,10 +91,11 @@ def limit_massive_tokens(input_TC: Tensor, *others_TC: Tensor) -> list[Tensor]:
     present_T = length_T[length_T > 0]
     if not len(present_T):
         return [input_TC, *others_TC]
-    most = _LONGEST * present_T.median()
-    if not bool((length_T > most).any()):  # NaN is not: what is not finite stays so
+    median = present_T.median()
+    is_massive_T = length_T > _MASSIVE * median  # NaN is not: what is not finite stays so
+    if not bool(is_massive_T.any()):
         return [input_TC, *others_TC]
-    weight_T1 = (most / length_T.clamp(min=most)).unsqueeze(-1)
+    weight_T1 = torch.where(is_massive_T, _COUNTED * median / length_T, 1).unsqueeze(-1)
     return [one_TC * weight_T1.to(one_TC.dtype) for one_TC in (input_TC, *others_TC)]
 
 

@@ -140,12 +140,12 @@ def test_of_few_rows_what_their_outputs_lack_is_counted(
     assert relative(statistics.gram, counted(y_TC).gram) < 1e-6
 
 
-def test_massive_tokens_count_as_long_as_twice_the_median() -> None:
+def test_massive_tokens_count_as_twice_the_median() -> None:
     y_TC, x_TC = (functional.normalize(one) for one in streams())
     y_TC[::3] = 0  # no token whose length counts
-    y_TC[4], y_TC[10] = 500 * y_TC[4], 3 * y_TC[10]
+    y_TC[4], y_TC[10], y_TC[11] = 500 * y_TC[4], 9 * y_TC[10], 7 * y_TC[11]
     weight_T1 = torch.ones(T, 1)
-    weight_T1[4], weight_T1[10] = 2 / 500, 2 / 3
+    weight_T1[4], weight_T1[10] = 2 / 500, 2 / 9
     statistics = counted(y_TC, references=(x_TC,))
     weighted_TC = weight_T1 * y_TC
     exact_CC = weighted_TC.double().T @ (weight_T1 * (x_TC - y_TC)).double()
