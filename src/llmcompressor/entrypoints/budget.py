@@ -27,7 +27,7 @@ from llmcompressor.checkpoint.journal import PROCESSOR, resumable_run
 from llmcompressor.checkpoint.kept_statistics import StatisticsWriter
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.arguments import Job
-from llmcompressor.entrypoints.gates import check_size_of_choices
+from llmcompressor.entrypoints.gates import check_size
 from llmcompressor.entrypoints.verify import SERVING, check_servable, is_meant_unservable
 from llmcompressor.logger import logger
 from llmcompressor.quantization.base import QuantizationMixin
@@ -141,7 +141,7 @@ def open_budget(
     options = finder()
     allowance = allowance_of(finder, options)
     allowance.limit()  # refused before the work
-    check_size_of_choices(job.gates, allowance.files[0])
+    check_size(job.gates, allowance.files[0], is_least=True)
     own = {name: one for name, one in identity().items() if name not in _OF_THE_COMPUTER}
     return OpenBudget(modifier, finder, options, allowance, own)
 

@@ -198,41 +198,24 @@ def _told(name: str, value: float | None, limit: float) -> str:
 # Preparation, before any work.
 
 
-def check_size(limits: Mapping[str, float], predicted: int) -> None:
+def check_size(limits: Mapping[str, float], predicted: int, *, is_least: bool = False) -> None:
     """Refuse a run whose weight files will be larger than its gate allows.
 
     Args:
         limits: the gates.
         predicted: bytes of the files, exactly.
+        is_least: they are those of the smallest choice of schemes that a budget has.
 
     Raises:
         ArgumentError: they are larger.
     """
     limit = limits.get(SIZE)
     if limit is not None and predicted > limit:
+        files = "the smallest files that the budget can choose" if is_least else "the weight files"
+        fewer = "give candidates of" if is_least else "quantize more modules or to"
         raise ArgumentError(
-            f"The gate 'size' allows {int(limit):,} bytes, and the weight files will have "
-            f"{predicted:,}.",
-            "Allow that much, or quantize more modules or to fewer bits.",
-        )
-
-
-def check_size_of_choices(limits: Mapping[str, float], smallest: int) -> None:
-    """Refuse a run whose budget has no choice of schemes that its gate allows.
-
-    Args:
-        limits: the gates.
-        smallest: bytes of the files of the smallest choice.
-
-    Raises:
-        ArgumentError: they are larger.
-    """
-    limit = limits.get(SIZE)
-    if limit is not None and smallest > limit:
-        raise ArgumentError(
-            f"The gate 'size' allows {int(limit):,} bytes, and the smallest candidates of the "
-            f"budget make weight files of {smallest:,}.",
-            "Allow that much, or give candidates of fewer bits.",
+            f"The gate 'size' allows {int(limit):,} bytes, and {files} will have {predicted:,}.",
+            f"Allow that much, or {fewer} fewer bits.",
         )
 
 
