@@ -634,9 +634,15 @@ def _give_gates(plan: list[_Stage], model: Any, given: Mapping[str, Any]) -> Non
 
 
 def _check_order(plan: list[_Stage]) -> None:
-    """Refuse a stage after one that quantizes the model or rotates it online."""
+    """Refuse a stage after one that quantizes the model or rotates it online.
+
+    A training that takes a quantized model may come after one that quantizes.
+    """
     for place, stage in enumerate(plan):
-        before = next((one for one in plan[:place] if one.bars_others), None)
+        takes = any(type(one).rules.takes_quantized for one in stage.recipe.modifiers)
+        open_to = {_QUANTIZED} if takes and stage.kind == "train" else set()
+        barring = (one for one in plan[:place] if one.bars_others not in {None, *open_to})
+        before = next(barring, None)
         if before is None:
             continue
         does = "trains" if stage.kind == "train" else "works on"

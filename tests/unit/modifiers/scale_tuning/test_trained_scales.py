@@ -24,6 +24,15 @@ from llmcompressor.recipe import Recipe, Stage
 
 ROWS = [{"input_ids": row} for one in tiny.batches() for row in one["input_ids"].tolist()]
 
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 2e-3,
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 4,
+    "use_cpu": True,
+    "report_to": [],
+    "verify": False,
+}
+
 
 def quantized(place: Path, scheme: str, dtype: torch.dtype = torch.float32, **fields: Any) -> Path:
     """A quantized folder, beside the original."""
@@ -36,17 +45,9 @@ def quantized(place: Path, scheme: str, dtype: torch.dtype = torch.float32, **fi
 
 
 def trained(model: Any, output: Path, recipe: list[Any] | None = None, **more: Any) -> Any:
-    settings: dict[str, Any] = {
-        "learning_rate": 2e-3,
-        "num_train_epochs": 2,
-        "per_device_train_batch_size": 4,
-        "use_cpu": True,
-        "report_to": [],
-        "verify": False,
-    }
     recipe = [ScaleTuningModifier()] if recipe is None else recipe
     return train(
-        model=model, recipe=recipe, dataset=ROWS, output_dir=output, **{**settings, **more}
+        model=model, recipe=recipe, dataset=ROWS, output_dir=output, **{**SETTINGS, **more}
     )
 
 
@@ -147,6 +148,25 @@ def test_others_that_change_weights_are_refused(tmp_path: Path) -> None:
             model=tiny.llama(), recipe=[pruning, ScaleTuningModifier()], steps_per_epoch=2
         )
     assert {one.name for one in tmp_path.iterdir()} == names
+
+
+def test_a_stage_trains_what_the_one_before_has_quantized(tmp_path: Path) -> None:
+    start = quantized(tmp_path, "W4A16")
+    rounding = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
+    recipe = Recipe(
+        [
+            Stage("rounding", (rounding,), run_type="oneshot"),
+            Stage("tuning", (ScaleTuningModifier(),), run_type="train"),
+        ]
+    )
+    given = {**SETTINGS, "output_dir": tmp_path / "out"}
+    model = run_stages(str(tmp_path / "original"), recipe, ROWS, **given)
+    trained(str(start), tmp_path / "apart")
+    files = [
+        one / "model.safetensors" for one in (tmp_path / "out" / "stage_tuning", tmp_path / "apart")
+    ]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert loss_of(model) < loss_of(read(start))
 
 
 def test_a_training_has_no_false_warnings(tmp_path: Path, warned: list[str]) -> None:
