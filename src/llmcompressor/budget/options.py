@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme
-from torch.nn import Linear, Module
+from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.checkpoint.names import NameMap
 from llmcompressor.checkpoint.planned_tensors import PlannedTensors, plan_tensors
@@ -24,6 +24,7 @@ from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import quiet
 from llmcompressor.modeling.fused import expert_sets, fused_sets, parse_expert_name
 from llmcompressor.modeling.names import named_modules
+from llmcompressor.modeling.weights import has_tied_embeddings
 from llmcompressor.quantization.attach import quantized_linear_tensors
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.schemes.budget import Budget, Candidate, parse_budget
@@ -166,6 +167,8 @@ class OptionFinder:
         others = [
             one for one in modifiers if isinstance(one, QuantizationMixin) and one is not modifier
         ]
+        # tied embeddings are untied when the run begins, and its own check counts them then
+        counted = Linear if has_tied_embeddings(model) else Linear | Embedding
         self._others: dict[str, QuantizationScheme] = {}
         with quiet(wanted=True):  # each says the same again when the run begins
             for one in others:
@@ -174,7 +177,7 @@ class OptionFinder:
                 self._others |= {
                     name: scheme
                     for name, scheme in found.items()
-                    if scheme.weights is not None and isinstance(self._modules[name], Linear)
+                    if scheme.weights is not None and isinstance(self._modules[name], counted)
                 }
 
     def __call__(self) -> BudgetOptions:

@@ -145,6 +145,22 @@ def test_the_ends_of_a_size_are_kept_in_any_order(
     assert planned(dense - 1).ok
 
 
+def test_a_size_counts_embeddings_that_others_quantize(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    group = {"targets": ["Embedding"], "weights": {"num_bits": 8, "strategy": "channel"}}
+    behind = QuantizationModifier(config_groups={"rows": group})
+
+    def written(**fields: Any) -> int:
+        output = tmp_path / str(len(list(tmp_path.iterdir())))
+        run(folder("llama"), output, [recipe(**fields), behind], verify=False, report=False)
+        return weight_bytes(output)
+
+    for one in ("W3A16", "W8A16"):
+        end = written(scheme=one, candidates=None)
+        assert written(budget={"size": end}) == end
+
+
 def test_no_header_breaks_a_size(folder: Callable[[str], Path]) -> None:
     """Zero points have entries of their own, which the candidate of most bits has not."""
     model, candidates = folder("llama"), ["W3A16_ASYM", "W4A16_ASYM", "W5A16"]
