@@ -105,6 +105,8 @@ OWL = {
     "owl_lmbda": 0.08,
     "targets": ["LlamaDecoderLayer"],
 }
+FELT = ("gradients at outputs", {"gradient_samples": 32})
+ALIKE = ("all outputs alike", {"gradient_samples": 0})
 EMBEDDED = (
     ("4 bits, group 128", grid(4, 128)),
     ("3 bits, group 64", grid(3, 64)),
@@ -163,6 +165,7 @@ def _choices(setting: str, scheme: dict[str, Any]) -> list[Case]:
             ("columns in order", {"actorder": None}),
             ("damping 0.1", {"dampening_frac": 0.1}),
             ("damping 0.001", {"dampening_frac": 0.001}),
+            FELT if setting.startswith("4 bits") else ALIKE,
         )
     ]
 
@@ -365,6 +368,9 @@ BETTER: list[tuple[str, str, str, float]] = [
             ("GPTQ, as it comes", f"{REFERENCE}GPTQ"),
         )
     ),
+    ("4 bits, group 128", f"GPTQ, {FELT[0]}", "GPTQ, as it comes", 1.0),
+    ("3 bits, group 64", "GPTQ, as it comes", f"GPTQ, {ALIKE[0]}", 1.0),
+    ("2 bits, group 64", "GPTQ, as it comes", f"GPTQ, {ALIKE[0]}", 1.0),
     ("W4A16_ASYM", "HQQ", "round-to-nearest", 1.0),
     ("W4A16_ASYM", "AWQ", "round-to-nearest", 1.0),
     ("W4A16_ASYM", "AWQ", f"{REFERENCE}AWQ", 0.75),

@@ -12,6 +12,7 @@ from tests.support.small_models import token_rows
 from llmcompressor import oneshot
 from llmcompressor.budget import sensitivity
 from llmcompressor.pipelines.batches import CalibrationBatches
+from llmcompressor.pipelines.sampled_gradients import SampledGradients
 
 FIELDS = {
     "targets": "Linear",
@@ -27,11 +28,12 @@ def compress(
     """Compress a folder to another one; return how many samples of the search this rank ran."""
     made: list[CalibrationBatches] = []
 
-    def watched(*args: Any, **kwargs: Any) -> CalibrationBatches:
-        made.append(CalibrationBatches(*args, **kwargs))
-        return made[-1]
+    def watched(*args: Any, **kwargs: Any) -> SampledGradients:
+        run = SampledGradients(*args, **kwargs)
+        made.append(run._data)
+        return run
 
-    with patch.object(sensitivity, "CalibrationBatches", watched):
+    with patch.object(sensitivity, "SampledGradients", watched):
         oneshot(
             model=str(model),
             recipe={"modifiers": {technique: fields}},

@@ -3,13 +3,12 @@
 
 The estimate is that of :mod:`llmcompressor.numerics.sensitivity`. Its two factors come from one
 forward and one backward of a few samples, block by block
-(:mod:`llmcompressor.pipelines.block_gradients`); the labels of the loss are drawn from what the
-model predicts. Without data all inputs and gradients count as 1: then it is the error of weights.
+(:mod:`llmcompressor.pipelines.sampled_gradients`). Without data all inputs and gradients count as
+1: then it is the error of weights.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,25 +21,22 @@ from llmcompressor.budget.options import BudgetOptions
 from llmcompressor.checkpoint.block_reader import REST
 from llmcompressor.checkpoint.kept_statistics import KeptStatistics, StatisticsWriter
 from llmcompressor.core.block_source import BlockSource
-from llmcompressor.errors import ArgumentError, DatasetError, NonFiniteError, TargetError
+from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.call_graph import model_device
 from llmcompressor.modeling.names import named_modules
-from llmcompressor.modeling.offload import TensorStore, activation_budget, device_activation_budget
 from llmcompressor.numerics.gram import mirror_upper_
-from llmcompressor.numerics.sampled_loss import sampled_loss
 from llmcompressor.numerics.sensitivity import compensated_shares, loss_rise
-from llmcompressor.pipelines.batches import CalibrationBatches, calibration_mode, is_text
-from llmcompressor.pipelines.block_gradients import watch_gradients
+from llmcompressor.pipelines.sampled_gradients import SampledGradients
 from llmcompressor.quantization.parameters import WeightRanges, observe_weight, weight_of
 from llmcompressor.runtime.collectives import Ranks
 from llmcompressor.runtime.progress import join_names, progress
-from llmcompressor.runtime.threads import short_spin_waits
 
-_SEED = 20170
-_ROWS_APART = 1 << 32
-"""Between the seeds of two rows of a batch, each of which has a seed of its own by its place."""
+_WITHOUT_LOGITS = (
+    "A budget weighs modules by what the model's predictions lose, and the model returns no "
+    "logits.",
+    "Give schemes instead of a budget.",
+)
 
 
 def measure_losses(
@@ -73,41 +69,38 @@ def measure_losses(
         TargetError: the model returns no logits.
         NonFiniteError: the loss is NaN or infinite.
     """
-    samples = first_samples(batches, options.budget.samples)
-    if ranks is not None and (len(samples) < ranks.count or not all(map(is_text, samples))):
-        ranks = None
-    data = CalibrationBatches(model, samples, use_loss_mask=use_loss_mask, ranks=ranks)
+    run = SampledGradients(
+        model,
+        batches,
+        options.budget.samples,
+        use_loss_mask=use_loss_mask,
+        ranks=ranks,
+        without_logits=_WITHOUT_LOGITS,
+    )
     names = {module: name for name, module in named_modules(model)}
     wanted = {name for own in options.sets for name in own}
     linears = [module for module, name in names.items() if name in wanted]
-    count = len(data) if ranks is None else sum(ranks.exchange(len(data), what="batches"))
-    errors = RoundingErrors(model, options, names, batches=count, keep_in=keep_in, ranks=ranks)
-    blocks = find_blocks(model)
-    shelf = TensorStore(
-        activation_budget(budget), device_activation_budget(model_device(model), device_memory)
+    errors = RoundingErrors(
+        model, options, names, batches=run.batches, keep_in=keep_in, ranks=run.ranks
     )
+    blocks = find_blocks(model)
 
     def leave(block: Module) -> None:
         errors.settle(block.modules(), blocks[block])
 
-    with contextlib.closing(shelf), calibration_mode(model), short_spin_waits():
-        losses = watch_gradients(
-            model,
-            linears,
-            data,
-            _SampledLoss(data),
-            errors.watch,
-            source=source,
-            shelf=shelf,
-            leave=leave,
-        )
-        errors.settle(one for one in linears if not errors.has(one))  # no block was called with it
-    if not all(map(torch.isfinite, torch.tensor(losses))):
-        raise NonFiniteError("The loss of the model is not finite on the calibration samples.")
+    run(
+        linears,
+        errors.watch,
+        source=source,
+        leave=leave,
+        budget=budget,
+        device_memory=device_memory,
+    )
+    errors.settle(one for one in linears if not errors.has(one))  # no block was called with it
     if keep_in is not None:
         asked = options.budget.samples
-        keep_in.contents.loss_of = {"samples": asked, "tokens": data.real_tokens}
-    return errors.by_set(data.real_tokens)
+        keep_in.contents.loss_of = {"samples": asked, "tokens": run.tokens}
+    return errors.by_set(run.tokens)
 
 
 def kept_losses(
@@ -175,76 +168,6 @@ def _settle_all(errors: RoundingErrors, source: BlockSource) -> None:
             errors.settle(block.modules(), source.names[block])
             advance(1, note=source.names[block])
     errors.settle(one for one in errors.names if one not in inside)
-
-
-def first_samples(batches: Iterable[Mapping[str, Any]], samples: int) -> list[dict[str, Any]]:
-    """The first samples, one a batch; batches that are more than text stay whole.
-
-    Samples alone do not depend on how they were batched, and ranks can share them. Those of equal
-    length are run together anyway.
-    """
-    found: list[dict[str, Any]] = []
-    left = samples
-    for batch in batches:
-        ids = batch.get("input_ids")
-        rows = len(ids) if isinstance(ids, Tensor) and ids.ndim > 1 else 1
-        taken = min(rows, left)
-        if is_text(batch):
-            found += [
-                {name: one[row : row + 1] for name, one in batch.items()} for row in range(taken)
-            ]
-        else:
-            cut = {
-                name: one[:taken]
-                for name, one in batch.items()
-                if taken < rows and isinstance(one, Tensor) and one.ndim and len(one) == rows
-            }
-            found.append({**batch, **cut})
-        left -= taken
-        if left == 0:
-            break
-    if not found:
-        raise DatasetError("The calibration data holds no batch.", "Give at least one sample.")
-    return found
-
-
-class _SampledLoss:
-    """Sum of the losses of a batch's tokens, with labels that are drawn from the predictions.
-
-    The draws of a sample depend on its place among all samples, not on its batch.
-    """
-
-    def __init__(self, batches: CalibrationBatches) -> None:
-        self._batches = batches
-
-    def __call__(self, index: int, returned: Any) -> Tensor:
-        logits = getattr(returned, "logits", None)
-        if not isinstance(logits, Tensor):
-            raise TargetError(
-                "A budget weighs modules by what the model's predictions lose, and the model "
-                "returns no logits.",
-                "Give schemes instead of a budget.",
-            )
-        mask = self._batches.mask(index)
-        is_alike = mask is not None and mask.shape == logits.shape[:-1]
-        if mask is not None and is_alike:
-            counts = mask.sum(dim=-1).tolist()
-            counted_TV = logits[mask.to(logits.device)]
-        else:
-            rows = len(logits) if logits.ndim > 2 else 1
-            counted_TV = logits.flatten(0, -2)
-            counts = [len(counted_TV) // rows] * rows
-        draws = []
-        for sample, count in zip(self._samples(index, len(counts)), counts, strict=True):
-            dice = torch.Generator().manual_seed(_SEED + sample)
-            draws.append(torch.rand(count, generator=dice))
-        return sampled_loss(counted_TV, torch.cat(draws).to(logits.device))
-
-    def _samples(self, index: int, rows: int) -> list[int]:
-        """A number of each sample of a batch that no other sample has."""
-        pairs = zip(self._batches.numbers(index), self._batches.sizes(index), strict=True)
-        found = [number + row * _ROWS_APART for number, size in pairs for row in range(size)]
-        return found if len(found) == rows else [found[0] + row for row in range(rows)]
 
 
 class RoundingErrors:

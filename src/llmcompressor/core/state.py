@@ -247,6 +247,7 @@ class ModuleFacts:
         rotated_by: modules whose inputs or outputs a modifier will rotate in the forward → the name
             of the modifier.
         smoothed: norms whose gain a modifier will divide by scales of its own.
+        outputs_changed_by: names of the modifiers that scale, rotate or remove outputs of Linears.
     """
 
     error_corrected: set[Module] = field(default_factory=set)
@@ -255,6 +256,7 @@ class ModuleFacts:
     kv_cache: dict[Module, tuple[QuantizationArgs, bool]] = field(default_factory=dict)
     rotated_by: dict[Module, str] = field(default_factory=dict)
     smoothed: set[Module] = field(default_factory=set)
+    outputs_changed_by: set[str] = field(default_factory=set)
 
 
 @dataclass

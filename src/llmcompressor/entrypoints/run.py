@@ -875,7 +875,8 @@ class _Run:
         learning = [
             one
             for one in self._modifiers
-            if one.initialized and one.traits.data is DataUse.LEARN_FIRST
+            if one.initialized
+            and (one.traits.data is DataUse.LEARN_FIRST or one.traits.sees_original)
         ]
         # of the progress of learning: a new file is written before the old one goes
         progress = sum(2 * one.cost((), DataSize()).held_bytes for one in learning)

@@ -213,6 +213,7 @@ class SmoothingMixin(Modifier):
                 "it out of the recipe.",
             )
         state.facts.smoothed.update(one.smooth for one in self._sets if one.is_norm)
+        state.facts.outputs_changed_by.add(self._name)
         self._tell(model)
         return True
 

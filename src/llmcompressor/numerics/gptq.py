@@ -55,6 +55,7 @@ from llmcompressor.numerics.column_sweep import (
 )
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import (
+    DampedFactor,
     SingularHessianError,
     damp,
     factorize_with_rising_dampening,
@@ -135,11 +136,13 @@ def sweep_and_refine(
     steps: int = 4,
     block: int = 128,
     strip: int = 16,
+    factor: DampedFactor | None = None,
 ) -> tuple[GptqResult, float]:
     """Factorize H, :func:`sweep`, and then :func:`coordinate_descent` for ``rounds`` rounds.
 
-    ``steps`` dampenings are tried, each ten times the one before. The result equals that of these
-    functions in turn; the weight is transposed only once.
+    ``steps`` dampenings are tried, each ten times the one before, unless a ``factor`` of H in this
+    order is given. The result equals that of these functions in turn; the weight is transposed only
+    once.
 
     Returns:
         Q with the loss of each row, and the dampening that was needed.
@@ -147,7 +150,7 @@ def sweep_and_refine(
     Raises:
         SingularHessianError: if all dampenings fail.
     """
-    factor_CC, dampening = factorize_with_rising_dampening(
+    factor_CC, dampening = factor or factorize_with_rising_dampening(
         hessian_CC, dampening, order_C=order_C, steps=steps
     )
     work_CR = columns_first(weight_RC, order_C)

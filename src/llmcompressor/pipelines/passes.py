@@ -125,7 +125,8 @@ def run_passes(
     """
     session = active_session()
     lifecycle, blocks = session.lifecycle, session.state.run.block_source
-    _show_original(passes, model, batches, dataset_args)
+    if pipeline != KEPT:
+        _show_original(passes, model, batches, dataset_args)
     whole = lifecycle.recipe
     blocks.one_by_one = pipeline == "independent"
     try:

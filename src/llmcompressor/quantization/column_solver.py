@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -32,7 +33,19 @@ from llmcompressor.numerics.gptq import (
 )
 from llmcompressor.numerics.gram import triangle_bytes
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.hessian import dead_columns, fill_dead_columns
+from llmcompressor.numerics.hessian import (
+    DampedFactor,
+    dead_columns,
+    factorize_with_rising_dampening,
+    fill_dead_columns,
+)
+from llmcompressor.numerics.output_hessian import (
+    BLOCK,
+    blocks_of,
+    put_rows_,
+    row_strips,
+    take_rows,
+)
 from llmcompressor.numerics.weighted_scales import weighted_scales
 from llmcompressor.observers.input_statistics import prefers_output_residual
 from llmcompressor.quantization.parameters import WeightParameters
@@ -79,6 +92,9 @@ class Problem:
     missing_CR: Tensor | None = None
     """``YᵀE``, where E is what the output of all rows is to make up for, float32; in place of the
     cross product."""
+    output_NBB: Sequence[Tensor] = ()
+    """Blocks of the second moments of the output's gradients, of each weight, float32
+    (:mod:`llmcompressor.numerics.output_hessian`); without them all outputs count alike."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,7 +109,8 @@ class Problem:
     def parts(self, count: int) -> list[Problem]:
         """Parts with about as many rows of each weight; none if a weight has too few."""
         pairs = zip(self.weights, self.parameters, strict=True)
-        each = [_row_parts(weight, own, count) for weight, own in pairs]
+        joined = BLOCK if self.output_NBB else 1  # rows whose gradients are compared
+        each = [_row_parts(weight, own, count, joined) for weight, own in pairs]
         if not all(each):
             return []
         begins = list(accumulate(map(len, self.weights), initial=0))[:-1]
@@ -111,6 +128,10 @@ class Problem:
                     ],
                     dim=1,
                 ),
+                output_NBB=[
+                    one[at.start // BLOCK : blocks_of(at.stop)]
+                    for one, (at, _) in zip(self.output_NBB, spans, strict=bool(self.output_NBB))
+                ],
             )
             for spans in zip(*each, strict=True)
         ]
@@ -140,26 +161,32 @@ class Problem:
         """A key for stacking: equal for the same shape, cells, grid, order, streams and device."""
         pairs = zip(self.weights, self.parameters, strict=True)
         cells = tuple((len(weight), partition_of(each.args)) for weight, each in pairs)
-        corrected = (self.cross_CC is None, self.missing_CR is None)
+        corrected = (self.cross_CC is None, self.missing_CR is None, bool(self.output_NBB))
         own = (self.grid, self.ordered, self.searches, corrected, self.gram_CC.device)
         return self.shape, cells, own
 
 
 def _row_parts(
-    weight: Tensor, parameters: WeightParameters, count: int
+    weight: Tensor, parameters: WeightParameters, count: int, joined: int
 ) -> list[tuple[slice, WeightParameters]]:
-    """The rows of each part of a weight, with their parameters; empty if there are too few."""
+    """The rows of each part of a weight, with their parameters; empty if there are too few.
+
+    A part has whole blocks of ``joined`` rows, but for the last one.
+    """
     height = partition_of(parameters.args).rows
-    cells = len(weight) // max(height, 1)
+    together = math.lcm(max(height, 1), joined)
+    cells = -(-len(weight) // together)
     if cells < count or len(weight) % max(height, 1):
         return []
     found = []
-    for begin, end in pairwise(cells * place // count for place in range(count + 1)):
+    for first, last in pairwise(cells * place // count for place in range(count + 1)):
+        at = slice(first * together, min(last * together, len(weight)))
         own = parameters
         if height > 0:  # else one scale for all rows
-            scale, zero = parameters.scale[begin:end], parameters.zero_point[begin:end]
+            of_scales = slice(at.start // height, at.stop // height)
+            scale, zero = parameters.scale[of_scales], parameters.zero_point[of_scales]
             own = replace(parameters, scale=scale, zero_point=zero)
-        found.append((slice(begin * max(height, 1), end * max(height, 1)), own))
+        found.append((at, own))
     return found
 
 
@@ -170,7 +197,7 @@ class Solution:
     weights: list[Tensor]
     """Values on the grid, float32, as :class:`Problem` had them."""
     loss: float
-    """``½ tr(D H Dᵀ)``, D the change of the weight and H the damped Gram matrix."""
+    """``½ tr(D H Dᵀ)``, D the difference from the target and H the damped Gram matrix."""
     dampening: float | None
     """The dampening that worked; ``None`` when nothing did and weights were rounded to nearest."""
     scales: list[Tensor] | None = None
@@ -298,52 +325,128 @@ def _solve_by_sweep(problems: Sequence[Problem], options: Options) -> list[Solut
     kept_RC = _unpruned_mask(problems)
     if options.ridge is not None:
         weight_RC = _error_corrected_weight(problems, weight_RC, gram_CC, options.ridge)
-    order_C = activation_order(gram_CC) if problems[0].ordered else None
     scales = _stacked_column_scales(problems)
-    if problems[0].has_searched_scales:
-        scales = _searched_scales(problems[0], weight_RC, gram_CC, scales)
-    bits = problems[0].grid.bits
-    rounds = refinement_rounds(options.refinements, bits)
-    (rounded_RC, loss_R), dampening = sweep_and_refine(
-        weight_RC,
-        gram_CC,
-        scales,
-        problems[0].grid,
-        dampening=options.dampening,
-        rounds=min(rounds, 1),
-        order_C=order_C,
-        kept_RC=kept_RC,
-        steps=_dampening_attempts(problems),
-        block=options.block_size,
-    )
-    found = Refined(rounded_RC, loss_R, scales)
-    # with codes of 8 bits the refitted scale differs by less than the resolution of bfloat16
-    wanted = options.refit
-    if wanted is None:
-        wanted = bits < _COARSE_BITS or not problems[0].has_searched_scales
-    refits = wanted and all(one.has_own_scales for one in problems) and bits < FINE_BITS
-    found = refine(
-        found,
-        weight_RC,
-        gram_CC,
-        problems[0].grid,
-        dampening=dampening,
-        rounds=rounds - 1,
-        stored=problems[0].parameters[0].scale.dtype if refits else None,
-        kept_RC=kept_RC,
-        block=options.block_size,
-    )
-    changed = refits or problems[0].has_searched_scales
+    solve_rows = _RowSolver(problems, options, gram_CC)
+    if problems[0].output_NBB:
+        found = _solve_by_strips(problems, solve_rows, weight_RC, scales, kept_RC)
+    else:
+        found = solve_rows(weight_RC, scales, kept_RC)
     settled_RC = None
     if options.settles:
-        settled_RC = conditional_optimum(weight_RC, found.rounded_RC, gram_CC, dampening=dampening)
+        settled_RC = conditional_optimum(
+            weight_RC, found.rounded_RC, gram_CC, dampening=solve_rows.dampening
+        )
         if kept_RC is not None:
             settled_RC.masked_fill_(~kept_RC, 0)
+    changed = solve_rows.refits or problems[0].has_searched_scales
     scale_RG, zero_RG = (found.scales.scale_RG, found.scales.zero_RG) if changed else (None, None)
     parts = (found.rounded_RC, found.loss_R, scale_RG, zero_RG, settled_RC)
     each = [_unstacked(one, len(problems)) for one in parts]
     pairs = zip(problems, *each, strict=True)
-    return [_solution(problem, dampening, *own) for problem, *own in pairs]
+    return [_solution(problem, solve_rows.dampening, *own) for problem, *own in pairs]
+
+
+class _RowSolver:
+    """Rounds rows on one Gram matrix, which is factorized for the first of them.
+
+    Args:
+        problems: one, or several of one kind in a batch.
+        options: of the run.
+        gram_CC: the Gram matrix of all of them.
+
+    Attributes:
+        refits: whether scales are fitted to the codes.
+        dampening: the one that worked.
+    """
+
+    def __init__(self, problems: Sequence[Problem], options: Options, gram_CC: Tensor) -> None:
+        self._problem, self._options, self._gram_CC = problems[0], options, gram_CC
+        self._order_C = activation_order(gram_CC) if problems[0].ordered else None
+        self._steps = _dampening_attempts(problems)
+        self._factor: DampedFactor | None = None
+        self.dampening = options.dampening
+        bits = problems[0].grid.bits
+        self._rounds = refinement_rounds(options.refinements, bits)
+        # with codes of 8 bits the refitted scale differs by less than the resolution of bfloat16
+        wanted = options.refit
+        if wanted is None:
+            wanted = bits < COARSE_BITS or not problems[0].has_searched_scales
+        self.refits = wanted and all(one.has_own_scales for one in problems) and bits < FINE_BITS
+
+    def factorize(self) -> None:
+        """Keep the factor, for rows that are solved in several calls."""
+        self._factor = factorize_with_rising_dampening(
+            self._gram_CC, self._options.dampening, order_C=self._order_C, steps=self._steps
+        )
+
+    def __call__(self, target_RC: Tensor, scales: ColumnScales, kept_RC: Tensor | None) -> Refined:
+        """Round rows; ``scales`` are those of the extremes where they are searched for."""
+        problem, options, gram_CC = self._problem, self._options, self._gram_CC
+        if problem.has_searched_scales:
+            scales = _searched_scales(problem, target_RC, gram_CC, scales)
+        (rounded_RC, loss_R), self.dampening = sweep_and_refine(
+            target_RC,
+            gram_CC,
+            scales,
+            problem.grid,
+            dampening=options.dampening,
+            rounds=min(self._rounds, 1),
+            order_C=self._order_C,
+            kept_RC=kept_RC,
+            steps=self._steps,
+            block=options.block_size,
+            factor=self._factor,
+        )
+        return refine(
+            Refined(rounded_RC, loss_R, scales),
+            target_RC,
+            gram_CC,
+            problem.grid,
+            dampening=self.dampening,
+            rounds=self._rounds - 1,
+            stored=problem.parameters[0].scale.dtype if self.refits else None,
+            kept_RC=kept_RC,
+            block=options.block_size,
+        )
+
+
+def _solve_by_strips(
+    problems: Sequence[Problem],
+    solve_rows: _RowSolver,
+    weight_RC: Tensor,
+    scales: ColumnScales,
+    kept_RC: Tensor | None,
+) -> Refined:
+    """Solve strips of rows in turn, each of which makes up for the errors of those before."""
+    hessians_NBB = [
+        _stack(list(each)) for each in zip(*(one.output_NBB for one in problems), strict=True)
+    ]
+    rows = [len(weight) for weight in problems[0].weights]
+    solve_rows.factorize()
+    all_scales = scales._replace(scale_RG=scales.scale_RG.clone())
+    if scales.zero_RG is not None:
+        all_scales = all_scales._replace(zero_RG=scales.zero_RG.clone())
+    rounded_RC, change_RC = torch.empty_like(weight_RC), torch.zeros_like(weight_RC)
+    loss_R = weight_RC.new_zeros(weight_RC.shape[:-1])
+    for strip in row_strips(hessians_NBB, rows):
+        own_M = strip.rows_M
+        found = solve_rows(
+            strip.moved_target(weight_RC, change_RC),
+            _scales_of(scales, own_M),
+            None if kept_RC is None else take_rows(kept_RC, own_M),
+        )
+        put_rows_(rounded_RC, own_M, found.rounded_RC)
+        put_rows_(change_RC, own_M, found.rounded_RC - take_rows(weight_RC, own_M))
+        put_rows_(all_scales.scale_RG, own_M, found.scales.scale_RG)
+        if all_scales.zero_RG is not None and found.scales.zero_RG is not None:
+            put_rows_(all_scales.zero_RG, own_M, found.scales.zero_RG)
+        loss_R.scatter_(-1, own_M, found.loss_R)
+    return Refined(rounded_RC, loss_R, all_scales)
+
+
+def _scales_of(scales: ColumnScales, rows_M: Tensor) -> ColumnScales:
+    zero_RG = None if scales.zero_RG is None else take_rows(scales.zero_RG, rows_M)
+    return scales._replace(scale_RG=take_rows(scales.scale_RG, rows_M), zero_RG=zero_RG)
 
 
 def _searched_scales(
@@ -383,12 +486,12 @@ def refinement_rounds(asked: int | None, bits: int) -> int:
     """
     if bits >= FINE_BITS:
         return 0
-    return asked if asked is not None else 2 * int(bits < _COARSE_BITS)
+    return asked if asked is not None else 2 * int(bits < COARSE_BITS)
 
 
 FINE_BITS = 8
 """Bits from which the sweep leaves nothing to gain for a refinement, or other scales."""
-_COARSE_BITS = 4
+COARSE_BITS = 4
 """Bits from which a refinement gains a fiftieth, and takes an eighth of the time; scales that were
 searched for do not gain by being fitted again."""
 PRUNED_SHARE = 0.05

@@ -21,9 +21,11 @@ GROUPS = {
         "weights": {"num_bits": 3, "strategy": "group", "group_size": 64},
     }
 }
+# gradients know what stands behind
+ALONE: dict[str, Any] = {"config_groups": GROUPS, "ignore": IGNORED, "gradient_samples": 0}
 RECIPES = {
-    "twin streams": lambda: GPTQModifier(config_groups=GROUPS, ignore=IGNORED),
-    "one stream": lambda: GPTQModifier(config_groups=GROUPS, ignore=IGNORED, asymmetric=False),
+    "twin streams": lambda: GPTQModifier(**ALONE),
+    "one stream": lambda: GPTQModifier(**ALONE, asymmetric=False),
     "pruned": lambda: SparseGPTModifier(sparsity=0.5, asymmetric=True, ignore=IGNORED),
     "by size and input": lambda: WandaPruningModifier(sparsity=0.5, ignore=IGNORED),
 }

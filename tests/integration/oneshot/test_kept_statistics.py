@@ -131,7 +131,7 @@ def test_a_run_without_data_writes_what_one_with_data_does(
     name: str, folder: Path, statistics: Path, tmp_path: Path
 ) -> None:
     model, make = folder / "model", RECIPES[name]
-    alone = {"asymmetric": False}
+    alone = {"asymmetric": False, "gradient_samples": 0}
     recipe = make(alone)
     oneshot(model=model, recipe=recipe, output_dir=tmp_path / "d", propagate_error=False, **data())
     with block_calls() as calls:

@@ -36,3 +36,7 @@ def test_hqq_with_activation_scales_of_data(runs):
     }
     schemes = {"config_groups": {"group_0": group}, "ignore": ["lm_head"], "iters": 4}
     runs.check({"HQQModifier": schemes}, most=0)
+
+
+def test_gptq_with_gradients_at_outputs(runs):
+    runs.check({"GPTQModifier": {**LINEARS, "scheme": "W4A16", "gradient_samples": 8}}, most=0.004)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 GPTQ = {"GPTQModifier": {**LINEARS, "scheme": "W4A16"}}
 RECIPES = {
     "gptq": GPTQ,
+    "gradients": {"GPTQModifier": {**LINEARS, "scheme": "W4A16", "gradient_samples": 8}},
     "smoothed": {"SmoothQuantModifier": {}, "GPTQModifier": {**LINEARS, "scheme": "W8A8"}},
     "awq": {"AWQModifier": {**LINEARS, "scheme": "W4A16_ASYM"}},
     "pruned": {"SparseGPTModifier": {**LINEARS, "sparsity": 0.5, "mask_structure": "2:4"}},

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmcompressor.numerics.gptq import corrected_weight, sweep
 from llmcompressor.numerics.hessian import damp, upper_factor
+from llmcompressor.numerics.output_hessian import BLOCK, add_output_products, empty_blocks
 from llmcompressor.quantization import column_solver as module
 from llmcompressor.quantization.column_solver import Options, Problem, Solution, solve
 from llmcompressor.quantization.parameters import observe_weight
@@ -317,3 +318,62 @@ def test_each_round_lowers_the_loss() -> None:
     losses = [solve([one], replace(options, refinements=n))[0].loss for n in range(4)]
     assert losses == sorted(losses, reverse=True)
     assert losses[2] < losses[1]
+
+
+def felt(one: Problem, seed: int = 0) -> Problem:
+    """``one`` with outputs that the loss feels together."""
+    draw = torch.Generator().manual_seed(seed)
+    blocks = []
+    for weight in one.weights:
+        rows = len(weight)
+        mixing_RR = torch.randn(rows, rows, generator=draw) + 2 * torch.eye(rows)
+        blocks_NBB = empty_blocks(rows, weight.device)
+        add_output_products(blocks_NBB, torch.randn(2048, rows, generator=draw) @ mixing_RR)
+        blocks.append(blocks_NBB)
+    return replace(one, output_NBB=blocks)
+
+
+def tall(rows: int, *, seed: int = 0, twin: bool = False) -> Problem:
+    """A Linear with so many rows, in three bits, whose scales are searched for."""
+    args = QuantizationArgs(num_bits=3, strategy="group", group_size=16)
+    one = problem(args, seed=seed, twin=twin, ordered=True)
+    weight = torch.randn(rows, C)
+    return replace(one, weights=[weight], parameters=[observe_weight(weight, args)], searches=True)
+
+
+@pytest.mark.parametrize("rows", [48, 200])
+def test_errors_are_made_up_for_in_rows_that_are_felt_alike(rows: int) -> None:
+    one = felt(tall(rows))
+    (hessian_NBB,) = one.output_NBB
+    hessian_RR = torch.block_diag(*hessian_NBB)[:rows, :rows]
+    objectives = []
+    for given in (one, replace(one, output_NBB=())):
+        (solution,) = solve([given], replace(OPTIONS, refinements=None, refit=None))
+        change_RC = solution.weights[0] - one.weights[0]
+        objectives.append(float((hessian_RR * (change_RC @ one.gram_CC @ change_RC.T)).sum()))
+        assert solution.scales is not None
+        own = replace(given.parameters[0], scale=solution.scales[0])
+        torch.testing.assert_close(own.round(solution.weights[0]), solution.weights[0])
+    assert objectives[0] < 0.85 * objectives[1]
+
+
+@pairs(twin=[False, True], pruned=[False, True])
+def test_outputs_that_are_felt_alone_change_nothing(twin: bool, pruned: bool) -> None:
+    one = tall(200, twin=twin)
+    if pruned:
+        one.weights[0][:, ::3] = 0
+    options = replace(OPTIONS, ridge=0.05 if twin else None, refinements=None, refit=None)
+    diagonal_NBB = torch.diag_embed(torch.rand(2, BLOCK) + 0.1)
+    (found,) = solve([replace(one, output_NBB=[diagonal_NBB])], options)
+    (expected,) = solve([one], options)
+    torch.testing.assert_close(found.weights[0], expected.weights[0])
+    assert found.scales is not None
+    assert expected.scales is not None
+    assert torch.equal(found.scales[0], expected.scales[0])
+    assert found.loss == pytest.approx(expected.loss, rel=1e-4)
+
+
+def test_a_batch_with_felt_outputs_is_as_each_alone() -> None:
+    every = [felt(tall(40, seed=seed), seed) for seed in range(3)]
+    for one, found in zip(every, solve(every, OPTIONS), strict=True):
+        alike(found, solve([one], OPTIONS)[0])

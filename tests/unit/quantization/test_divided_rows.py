@@ -12,7 +12,9 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from tests.support.divided_rows import of_ranks
 from tests.support.rank_group import Group, group_of
+from torch import Tensor
 
+from llmcompressor.numerics.output_hessian import add_output_products, empty_blocks
 from llmcompressor.quantization.column_solver import (
     Options,
     Problem,
@@ -23,6 +25,7 @@ from llmcompressor.quantization.parameters import observe_weight
 RANKS = 3
 SCHEMES: dict[str, dict[str, Any]] = {
     "group": {"num_bits": 4, "group_size": 16, "strategy": "group"},
+    "coarse": {"num_bits": 3, "group_size": 16, "strategy": "group"},
     "channel": {"num_bits": 8, "strategy": "channel", "symmetric": False},
     "tensor": {"num_bits": 8, "type": "float", "strategy": "tensor"},
     "block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [8, 16]},
@@ -45,14 +48,26 @@ def problem(scheme: str, rows: tuple[int, ...], answered: str = "") -> Problem:
     other = torch.randn(48, 48, generator=draw) if answered == "cross" else None
     missing = torch.randn(48, sum(rows), generator=draw) if answered == "missing" else None
     found = [observe_weight(one, args) for one in weights]
-    return Problem(weights, found, x.T @ x, other, 200, ordered=True, missing_CR=missing)
+    felt = [_felt(count, draw) for count in rows] if scheme == "coarse" else []
+    return Problem(
+        weights, found, x.T @ x, other, 200, ordered=True, missing_CR=missing, output_NBB=felt
+    )
+
+
+def _felt(rows: int, draw: torch.Generator) -> Tensor:
+    """How the loss feels the outputs of these rows: alike in part."""
+    blocks_NBB = empty_blocks(rows, torch.device("cpu"))
+    gradient_TR = torch.randn(400, rows, generator=draw) + torch.randn(400, 1, generator=draw)
+    add_output_products(blocks_NBB, gradient_TR)
+    return blocks_NBB
 
 
 @pytest.mark.parametrize("answered", ["", "cross", "missing"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_parts_of_rows_give_what_all_rows_give(group: Group, scheme: str, answered: str) -> None:
     options = Options(16, 0.01, 0.05 if answered else None)
-    problems = [problem(scheme, (40, 24), answered), problem(scheme, (2, 24), answered)]
+    rows = (400, 600) if scheme == "coarse" else (40, 24)
+    problems = [problem(scheme, rows, answered), problem(scheme, (2, 24), answered)]
     expected = solve(problems, options)
     for found in group(of_ranks, problems, options):
         assert isinstance(found, list), found

@@ -9,7 +9,7 @@ begins with where no observer of weights is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -33,9 +33,11 @@ from llmcompressor.core.contract import (
 from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import RecordedMixin
 from llmcompressor.core.state import State
-from llmcompressor.errors import RecipeError
+from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
+from llmcompressor.modifiers.gptq.output_gradients import OutputGradients
 from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.output_hessian import BLOCK, packed_bytes
 from llmcompressor.observers.input_statistics import (
     InputCollector,
     InputStatistics,
@@ -44,6 +46,7 @@ from llmcompressor.observers.input_statistics import (
 from llmcompressor.pipelines.watchers import reference_input
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.column_solver import (
+    COARSE_BITS,
     FINE_BITS,
     Options,
     Problem,
@@ -55,9 +58,13 @@ from llmcompressor.quantization.column_solver import (
 )
 from llmcompressor.quantization.parameters import weight_of
 from llmcompressor.runtime.collectives import Ranks
+from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
+
+_GRADIENT_SAMPLES = 32
+"""As many as blocks of 128 rows need: the embedded model has 8192 tokens in them."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,11 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         refinements: rounds of coordinate descent after the sweep, in which every column is decided
             again, given all others (arXiv:2309.01885); below 8 bits. ``None``: two rounds below 4
             bits, where they pay off.
+        gradient_samples: number of calibration samples of which the gradients at the outputs are
+            taken, before the run: an error of one output is then made up for in others that the
+            loss feels alike (arXiv:2505.22988). 0: all outputs count alike. ``None``: 32 for
+            weights below 4 bits, unless statistics take the place of data, or a modifier before it
+            scales or rotates outputs.
         refit_scales: fit the scales of integer groups and channels to the codes; below 8 bits.
             ``None``: below 4 bits, and where an observer chose the scales.
         offload_hessians: keep second moments in main memory while they are accumulated.
@@ -129,6 +141,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     actorder: Literal["static", "weight"] | None = "static"
     asymmetric: bool | None = None
     refinements: int | None = Field(default=None, ge=0, le=100)
+    gradient_samples: int | None = Field(default=None, ge=0, le=100_000)
     refit_scales: bool | None = None
     asymmetric_ridge: float = Field(default=0.05, gt=0.0, le=10.0)
     offload_hessians: bool = False
@@ -142,6 +155,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
 
     _inputs: InputCollector[InputStatistics] = PrivateAttr()
     _records: dict[str, SolveRecord] = PrivateAttr(default_factory=dict)
+    _gradients: OutputGradients | None = PrivateAttr(None)
 
     @field_validator("actorder", mode="before")
     @classmethod
@@ -160,10 +174,29 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             twin=self._is_asymmetric(),
             over_ranks=Solving.OWNER,
             divides_rows=True,
-            beyond_statistics="compares the inputs of two models (asymmetric: true)"
-            if self.asymmetric
-            else self._beyond_statistics(),
+            sees_original=self._gradient_samples > 0,
+            beyond_statistics=self._beyond_sums(),
         )
+
+    def _beyond_sums(self) -> str | None:
+        """What it was asked to do that sums of inputs do not suffice for."""
+        if self.asymmetric:
+            return "compares the inputs of two models (asymmetric: true)"
+        if self.gradient_samples:
+            return f"takes gradients of samples (gradient_samples: {self.gradient_samples})"
+        return self._beyond_statistics()
+
+    @property
+    def _gradient_samples(self) -> int:
+        """How many samples gradients are taken of, before it is known whether that can be done."""
+        if self.gradient_samples is not None:
+            return self.gradient_samples
+        schemes = self.resolve_quantization_config().groups.values()
+        return _GRADIENT_SAMPLES * any(self._is_coarse(scheme.weights) for scheme in schemes)
+
+    @staticmethod
+    def _is_coarse(args: QuantizationArgs | None) -> bool:
+        return args is not None and grid_of(args).bits < COARSE_BITS
 
     def _needs_data(self) -> bool:
         """Return True whatever the schemes are."""
@@ -208,12 +241,18 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         return asked
 
     def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
-        """Second moments, and one factorization and sweep for all Linears that share an input."""
+        """Second moments, and one factorization and sweep for all Linears that share an input.
+
+        Without any module: what is recorded of gradients before the run.
+        """
+        if not modules:
+            return Cost(held_bytes=sum(packed_bytes(len(weight_of(one))) for one in self._felt()))
         solved = [module for module in modules if self._is_solved(module)]
         every: list[QuantizationArgs | None] = [self._schemes[module].weights for module in solved]
         schemes = [args for args in every if args is not None]
         bits = [grid_of(args).bits for args in schemes]
-        return super().cost(modules, data) + gptq_cost(
+        own = super().cost(modules, data) + self._gradient_cost(modules, data)
+        return own + gptq_cost(
             [weight_of(module) for module in solved],
             data,
             twin=self._is_asymmetric(),
@@ -223,6 +262,25 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             group=max([0, *(args.group_size or 0 for args in schemes)]),
         )
 
+    def _gradient_cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """A forward of some samples, another one with a graph, and the way back."""
+        felt = [weight_of(module) for module in modules if self._is_felt(module)]
+        if not felt:
+            return Cost()
+        samples = min(self._gradient_samples, data.samples)
+        tokens = data.tokens * samples // max(data.samples, 1)
+        each = sum(3 * weight.numel() + len(weight) * BLOCK for weight in felt)
+        return Cost(flops=tokens * each)
+
+    def _felt(self) -> dict[Module, str]:
+        """The Linears at whose outputs gradients are taken, and their names."""
+        return {one: self._names[one] for one in self._schemes if self._is_felt(one)}
+
+    def _is_felt(self, module: Module) -> bool:
+        if self.gradient_samples is not None:
+            return self.gradient_samples > 0 and self._is_solved(module)
+        return self._is_solved(module) and self._is_coarse(self._schemes[module].weights)
+
     @property
     def _batch(self) -> int | None:
         """Number of Linears that are solved in one call; ``None``: as many as are small."""
@@ -230,6 +288,41 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         if asked is None or asked is False:
             return 1
         return None if asked is True or asked == "auto" else asked
+
+    # ------------------------------------------------------------------ before
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """As for all that quantize; gradients need outputs that no modifier before it changes.
+
+        Raises:
+            RecipeError: the recipe asks for gradients, and one does.
+        """
+        changing = sorted(state.facts.outputs_changed_by)
+        if self.gradient_samples and changing:
+            raise RecipeError(
+                f"GPTQModifier takes gradients of the original model's outputs, which "
+                f"{join_names(changing)} scales, rotates or removes before it.",
+                "Leave gradient_samples out, or set it to 0.",
+            )
+        return super().on_initialize(state, **kwargs)
+
+    def see_original(
+        self, state: State, batches: Sequence[tuple[Mapping[str, Any], Tensor | None]]
+    ) -> None:
+        """Collect gradients at the outputs, unless a modifier before it changes these."""
+        if state.facts.outputs_changed_by or state.run.block_source.rest_is_finished:
+            return
+        found = OutputGradients(state, self._felt())
+        try:
+            found.measure(self._gradient_samples)
+        except (TargetError, NonFiniteError, RuntimeError) as error:
+            # what calibration finds too, it names; on ranks all have to agree
+            is_alike = isinstance(error, TargetError) or state.run.ranks is None
+            if self.gradient_samples or not is_alike:
+                raise
+            logger.warning(f"No gradients are taken, and all outputs count alike: {error}")
+            return
+        self._gradients = found
 
     # ------------------------------------------------------------------ while
 
@@ -354,8 +447,18 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
                     ordered=actorder is not None,
                     searches=not self.resolved_config.names_weight_observer,
                     missing_CR=None if missing is None else missing.to(device),
+                    output_NBB=()
+                    if self._gradients is None
+                    else self._gradients.of([self._names[one] for one in members], device),
                 ),
             )
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Finish all that was not finished with its block; gradients are not needed any more."""
+        super().on_calibration_end(state, event, **kwargs)
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
 
     def _report(self, name: str, solution: Solution, columns: int) -> None:
         dampening = solution.dampening

@@ -166,6 +166,7 @@ class REAPPruningModifier(Modifier):
         self._layers = {layer.experts: layer for layer in mine}
         blocks = find_blocks(state.model)
         self._in_blocks = any(layer.parent in blocks for layer in mine)
+        state.facts.outputs_changed_by.add(type(self).__name__)
         return True
 
     def outline(self, state: State) -> None:

@@ -252,6 +252,7 @@ class RotationModifier(Modifier):
             self._check_invariance(model)
         self.prepare(model)
         state.facts.rotated_by.update(dict.fromkeys((one.module for one in plan.online), kind))
+        state.facts.outputs_changed_by.add(kind)
         online = {one.scheme for one in plan.online}
         staying = {one.scheme for one in plan.online if one.in_linear}
         if staying:

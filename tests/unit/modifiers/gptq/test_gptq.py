@@ -29,6 +29,7 @@ from llmcompressor.numerics import gram
 from llmcompressor.numerics.hessian import SingularHessianError
 from llmcompressor.observers import input_statistics
 from llmcompressor.pipelines.watchers import reference_input
+from llmcompressor.quantization import column_solver
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.presets import PRESETS
 
@@ -311,7 +312,8 @@ def test_what_cannot_be_factorized_is_rounded_and_recorded(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise SingularHessianError("no")
 
-    monkeypatch.setattr(gptq_numerics, "factorize_with_rising_dampening", refuse)
+    for solver in (gptq_numerics, column_solver):
+        monkeypatch.setattr(solver, "factorize_with_rising_dampening", refuse)
     modifier = gptq()
     model = tiny.run(tiny.llama(), modifier)
     nearest = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients at the outputs: when GPTQ takes them, what they are, and that a run keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import small_models as small
+from tests.support import tiny_llama as tiny
+from torch import Tensor
+from torch.nn import Module
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from llmcompressor import oneshot
+from llmcompressor.checkpoint.block_stream import StreamedBlocks
+from llmcompressor.core.block_source import BlockSource
+from llmcompressor.core.state import State
+from llmcompressor.errors import ArgumentError, RecipeError, TargetError
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.gptq.output_gradients import OutputGradients
+from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
+from llmcompressor.numerics.output_hessian import BLOCK, blocks_of
+from llmcompressor.pipelines.sampled_gradients import SampledGradients
+
+SAMPLES = 6
+HEAD = ["lm_head"]
+
+
+def gptq(bits: int = 3, **fields: Any) -> GPTQModifier:
+    weights = {"num_bits": bits, "strategy": "group", "group_size": 16}
+    group = {"targets": ["Linear"], "weights": weights}
+    return GPTQModifier(config_groups={"all": group}, ignore=HEAD, **fields)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many Linears gradients were taken of, for each time."""
+    counts: list[int] = []
+    run = SampledGradients.__call__
+
+    def call(self: SampledGradients, linears: Any, *given: Any, **more: Any) -> None:
+        counts.append(len(linears))
+        run(self, linears, *given, **more)
+
+    monkeypatch.setattr(SampledGradients, "__call__", call)
+    return counts
+
+
+def outer_products(
+    model: Module, batches: list[Any], names: dict[Module, str]
+) -> dict[str, Tensor]:
+    """All of H_O, float64, from the same gradients."""
+    found: dict[str, Tensor] = {}
+
+    def watch(linear: Module, given: Tensor, gradient: Tensor) -> None:
+        own_TR = gradient.flatten(0, -2).double()
+        found[names[linear]] = found.get(names[linear], 0) + own_TR.T @ own_TR
+
+    run = SampledGradients(model, batches, SAMPLES, without_logits=("", ""))
+    run(list(names), watch, source=BlockSource(), leave=lambda block: None)
+    return found
+
+
+def test_they_are_the_blocks_of_the_outer_products() -> None:
+    model, batches = tiny.llama(), tiny.batches()
+    names = {one: name for name, one in tiny.linears(model).items()}
+    state = State(model=model)
+    state.data.calib = batches
+    gradients = OutputGradients(state, names)
+    gradients.measure(SAMPLES)
+    for name, whole_RR in outer_products(model, batches, names).items():
+        (found_NBB,) = gradients.of([name], torch.device("cpu"))
+        assert len(found_NBB) == blocks_of(len(whole_RR))
+        for place, found_BB in enumerate(found_NBB):
+            at = slice(place * BLOCK, min(place * BLOCK + BLOCK, len(whole_RR)))
+            size = at.stop - at.start
+            expected_BB = whole_RR[at, at].float()
+            torch.testing.assert_close(found_BB[:size, :size], expected_BB, rtol=1e-3, atol=1e-6)
+    gradients.close()
+    assert gradients.of(list(names.values()), torch.device("cpu")) == []
+
+
+@pytest.mark.parametrize(("bits", "fields", "times"), [
+    (3, {}, 1),
+    (4, {}, 0),
+    (3, {"gradient_samples": 0}, 0),
+    (4, {"gradient_samples": 4}, 1),
+])  # fmt: skip
+def test_few_bits_take_them_by_default(
+    bits: int, fields: dict[str, Any], times: int, measured: list[int]
+) -> None:
+    model = tiny.run(tiny.llama(), gptq(bits, **fields))
+    assert measured == [len(tiny.linears(model))] * times
+
+
+def test_only_weights_of_few_bits_take_them(measured: list[int]) -> None:
+    def group(bits: int, targets: str) -> dict[str, Any]:
+        weights = {"num_bits": bits, "strategy": "group", "group_size": 16}
+        return {"targets": [targets], "weights": weights}
+
+    groups = {"fine": group(8, "re:.*mlp.*"), "coarse": group(2, "re:.*self_attn.*")}
+    model = tiny.run(tiny.llama(), GPTQModifier(config_groups=groups, ignore=HEAD))
+    assert measured == [sum("self_attn" in name for name in tiny.linears(model))]
+
+
+def test_outputs_that_another_modifier_scales_have_none(measured: list[int]) -> None:
+    tiny.run(tiny.llama(), [SmoothQuantModifier(), gptq()])
+    assert measured == []
+    with pytest.raises(RecipeError, match="SmoothQuantModifier scales, rotates or removes"):
+        tiny.run(tiny.llama(), [SmoothQuantModifier(), gptq(gradient_samples=4)])
+
+
+def test_a_model_without_logits_is_solved_as_before() -> None:
+    def bare() -> Any:
+        return tiny.llama().model
+
+    model = tiny.run(bare(), gptq())
+    expected = tiny.run(bare(), gptq(gradient_samples=0))
+    assert tree_equal(model, expected)
+    with pytest.raises(TargetError, match="returns no logits"):
+        tiny.run(bare(), gptq(gradient_samples=4))
+
+
+def test_a_forward_without_a_gradient_is_solved_as_before(
+    warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that changes in place what its backward needs."""
+    plain = LlamaMLP.forward
+
+    def forward(self: LlamaMLP, x: Tensor) -> Tensor:
+        hidden = self.up_proj(x).sigmoid()
+        found = plain(self, x) * hidden.mean(-1, keepdim=True) * hidden[..., :1].exp()
+        hidden.zero_()
+        return found
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    model = tiny.run(tiny.llama(), gptq())
+    assert any("all outputs count alike" in line for line in warned)
+    assert tree_equal(model, tiny.run(tiny.llama(), gptq(gradient_samples=0)))
+    with pytest.raises(RuntimeError, match="inplace"):
+        tiny.run(tiny.llama(), gptq(gradient_samples=4))
+
+
+def tree_equal(one: Module, other: Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+def test_statistics_do_not_have_them(tmp_path: Path, measured: list[int]) -> None:
+    small.llama().save_pretrained(tmp_path / "model")
+    given = {"model": str(tmp_path / "model"), "dataset": small.token_rows()}
+    oneshot(**given, save_statistics=tmp_path / "kept", output_dir=tmp_path / "none")
+    kept = {"model": given["model"], "statistics": tmp_path / "kept"}
+    with pytest.raises(ArgumentError, match="gradient_samples: 4"):
+        oneshot(**kept, recipe=gptq(gradient_samples=4), output_dir=tmp_path / "out")
+    oneshot(**kept, recipe=gptq(), output_dir=tmp_path / "out")
+    assert measured == []
+
+
+class _CrashError(Exception):
+    """Ends a run as a crash would."""
+
+
+def test_an_interrupted_run_goes_on_with_them(
+    tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.llama().save_pretrained(tmp_path / "model")
+
+    def run(name: str, **more: Any) -> bytes:
+        data = small.token_rows()
+        folder = tmp_path / name
+        oneshot(tmp_path / "model", recipe=gptq(), dataset=data, output_dir=folder, **more)
+        return (folder / "model.safetensors").read_bytes()
+
+    whole = run("whole")
+    left: Callable[..., None] = StreamedBlocks.leave
+    count = iter(range(10))
+
+    def leave(self: Any, block: str) -> None:
+        left(self, block)
+        if next(count) == 1:
+            raise _CrashError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StreamedBlocks, "leave", leave)
+        with pytest.raises(_CrashError):
+            run("out")
+    assert len(measured) == 2
+    assert run("out", resume="must") == whole
+    assert len(measured) == 2
