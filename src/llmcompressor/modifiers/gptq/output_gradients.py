@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.nn import Module
 
@@ -27,7 +28,6 @@ from llmcompressor.pipelines.sampled_gradients import SampledGradients
 from llmcompressor.quantization.parameters import weight_of
 from llmcompressor.runtime.collectives import Ranks
 
-_PROGRESS = "output-gradients"
 _IN_MEMORY = 2**26
 """Bytes that stay in main memory, whatever the model; the rest lies in files until it is used."""
 _WITHOUT_LOGITS = (
@@ -52,6 +52,8 @@ class OutputGradients:
         self._places: dict[str, tuple[int, int, int]] = {}
         """Linear → the ticket of its part, and the first and last of its blocks there."""
         self._parts = 0
+        own = xxhash.xxh3_64_hexdigest("\n".join(linears.values()).encode())
+        self._record = f"output-gradients-{own}"  # a recipe may have several modifiers with some
 
     @torch.no_grad()
     def measure(self, samples: int) -> None:
@@ -88,7 +90,7 @@ class OutputGradients:
         left = [one for one, name in self._linears.items() if name not in self._places]
         self._keep(left, summing, ranks)
         if ranks.rank == 0:
-            state.run.block_source.remember(_PROGRESS, {}, {"parts": self._parts})
+            state.run.block_source.remember(self._record, {}, {"parts": self._parts})
 
     def of(self, names: Sequence[str], device: torch.device) -> list[Tensor]:
         """The blocks of some Linears, float32 ``[N_i, B, B]``; none where one was not measured."""
@@ -125,7 +127,7 @@ class OutputGradients:
         each = torch.split(joined, [len(one) for one in own.values()])
         packed = dict(zip(own, each, strict=True))
         if ranks.rank == 0:
-            self._state.run.block_source.remember(f"{_PROGRESS}-{self._parts}", packed, {})
+            self._state.run.block_source.remember(f"{self._record}-{self._parts}", packed, {})
         self._parts += 1
         self._put(packed)
 
@@ -138,11 +140,11 @@ class OutputGradients:
     def _recall(self, ranks: Ranks) -> bool:
         """Take what an earlier run has recorded; False if something is missing."""
         source, found = self._state.run.block_source, None
-        if ranks.rank == 0 and (whole := source.recall(_PROGRESS)) is not None:
+        if ranks.rank == 0 and (whole := source.recall(self._record)) is not None:
             found = whole[1]["parts"]
         parts = ranks.exchange(found, what="recorded gradients")[0]
         for place in range(parts or 0):
-            part = source.recall(f"{_PROGRESS}-{place}") if ranks.rank == 0 else None
+            part = source.recall(f"{self._record}-{place}") if ranks.rank == 0 else None
             is_whole = ranks.exchange(part is not None, what="recorded gradients")[0]
             if not is_whole:
                 self.close()

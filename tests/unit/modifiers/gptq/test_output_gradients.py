@@ -165,15 +165,23 @@ class _CrashError(Exception):
     """Ends a run as a crash would."""
 
 
+def two() -> list[GPTQModifier]:
+    """Each with gradients of its own Linears."""
+    weights = {"num_bits": 3, "strategy": "group", "group_size": 16}
+    parts = [{"targets": [part], "weights": weights} for part in ("re:.*self_attn", "re:.*mlp")]
+    return [GPTQModifier(config_groups={"all": one}) for one in parts]
+
+
+@pytest.mark.parametrize("make", [gptq, two])
 def test_an_interrupted_run_goes_on_with_them(
-    tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Any], tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small.llama().save_pretrained(tmp_path / "model")
 
     def run(name: str, **more: Any) -> bytes:
         data = small.token_rows()
         folder = tmp_path / name
-        oneshot(tmp_path / "model", recipe=gptq(), dataset=data, output_dir=folder, **more)
+        oneshot(tmp_path / "model", recipe=make(), dataset=data, output_dir=folder, **more)
         return (folder / "model.safetensors").read_bytes()
 
     whole = run("whole")
@@ -189,6 +197,7 @@ def test_an_interrupted_run_goes_on_with_them(
         patched.setattr(StreamedBlocks, "leave", leave)
         with pytest.raises(_CrashError):
             run("out")
-    assert len(measured) == 2
+    assert len(measured) == (4 if make is two else 2)
+    before = list(measured)
     assert run("out", resume="must") == whole
-    assert len(measured) == 2
+    assert measured == before
