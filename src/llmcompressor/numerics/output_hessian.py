@@ -40,7 +40,7 @@ with blocks of 64, 14 with these, and 16 with 256."""
 _STRIP = 16
 """Rows that are solved at once in each block: with half as many, a further percent."""
 _DAMPENING = 0.1
-"""What is added to the diagonal of a block, as a fraction of its mean."""
+"""What is added to the diagonal of a block at least, as a fraction of its mean."""
 _TOKENS = 2048
 """Tokens that are widened to float32 at once."""
 
@@ -59,6 +59,29 @@ def packed_blocks(blocks_NBB: Tensor) -> Tensor:
     """The upper triangles of symmetric blocks, ``[N, B (B + 1) / 2]``."""
     above = torch.triu_indices(BLOCK, BLOCK, device=blocks_NBB.device)
     return blocks_NBB[:, above[0], above[1]]
+
+
+def damp_packed_(packed: Tensor, rows: int, tokens: int) -> Tensor:
+    r"""Add λ to the diagonals of packed blocks, in place, but for rows beyond the last.
+
+    .. math:: \lambda = \max(0.1,\, B / T) \cdot \operatorname{mean}(\operatorname{diag} H_O)
+
+    With few tokens the correlation of B rows is that of these tokens, and its error grows with
+    B / T. Blocks of zeros stay so.
+
+    Args:
+        packed: the sums over the tokens, as of :func:`packed_blocks`.
+        rows: number of rows.
+        tokens: T, number of tokens with a gradient.
+    """
+    above = torch.triu_indices(BLOCK, BLOCK, device=packed.device)
+    (places_B,) = (above[0] == above[1]).nonzero(as_tuple=True)
+    is_row_NB = torch.arange(len(packed) * BLOCK, device=packed.device).view(-1, BLOCK) < rows
+    diagonal_NB = packed[:, places_B]
+    mean_N1 = diagonal_NB.sum(-1, keepdim=True) / is_row_NB.sum(-1, keepdim=True)
+    added_N1 = max(_DAMPENING, BLOCK / max(tokens, 1)) * mean_N1
+    packed[:, places_B] = diagonal_NB + added_N1 * is_row_NB
+    return packed
 
 
 def packed_bytes(rows: int) -> int:
@@ -85,7 +108,7 @@ def add_output_products(blocks_NBB: Tensor, gradient_TR: Tensor) -> None:
     """
     blocks, missing = len(blocks_NBB), len(blocks_NBB) * BLOCK - gradient_TR.shape[-1]
     for part_TR in torch.split(gradient_TR.detach(), _TOKENS):
-        wide_TR = functional.pad(part_TR.float().nan_to_num_(0, 0, 0), (0, missing))
+        wide_TR = functional.pad(part_TR.float().nan_to_num(0, 0, 0), (0, missing))
         part_NTB = wide_TR.view(-1, blocks, BLOCK).movedim(1, 0)
         blocks_NBB.baddbmm_(part_NTB.mT, part_NTB)
 
@@ -125,8 +148,8 @@ def row_strips(hessians_NBB: Sequence[Tensor], rows: Sequence[int]) -> Iterator[
     """Divide the stacked rows of Linears into strips, in the order in which they are solved.
 
     Args:
-        hessians_NBB: the blocks of each Linear's H_O, ``[..., N_i, B, B]``. Where they are 0, no
-            error moves a target.
+        hessians_NBB: the damped blocks of each Linear's H_O, ``[..., N_i, B, B]``. Where they are
+            0, no error moves a target.
         rows: number of rows of each.
     """
     rows_NB, factor_NBB = _factors(hessians_NBB, rows)
@@ -145,7 +168,7 @@ def row_strips(hessians_NBB: Sequence[Tensor], rows: Sequence[int]) -> Iterator[
 
 def _factors(hessians_NBB: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The rows of all blocks in their order, −1 beyond the last; R of each block in that order."""
-    ordered, damped, first = [], [], 0
+    ordered, permuted, first = [], [], 0
     for blocks_NBB, count in zip(hessians_NBB, rows, strict=True):
         diagonal_NB = blocks_NBB.diagonal(dim1=-2, dim2=-1)
         own_NB = torch.arange(diagonal_NB.shape[-2] * BLOCK, device=blocks_NBB.device)
@@ -154,15 +177,14 @@ def _factors(hessians_NBB: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tenso
         order_NB = diagonal_NB.masked_fill(~is_row_NB, -1).argsort(
             dim=-1, descending=True, stable=True
         )
-        mean_N1 = diagonal_NB.sum(-1, keepdim=True) / is_row_NB.sum(-1, keepdim=True)
-        mean_N1 = mean_N1.where(mean_N1 > 0, 1)
         within_NBB = blocks_NBB.gather(-2, order_NB.unsqueeze(-1).expand_as(blocks_NBB))
         within_NBB = within_NBB.gather(-1, order_NB.unsqueeze(-2).expand_as(blocks_NBB))
-        within_NBB.diagonal(dim1=-2, dim2=-1).add_(_DAMPENING * mean_N1)
+        own_diagonal_NB = within_NBB.diagonal(dim1=-2, dim2=-1)
+        own_diagonal_NB.copy_(own_diagonal_NB.where(own_diagonal_NB > 0, 1))
         ordered.append((own_NB + first).masked_fill(~is_row_NB, -1).gather(-1, order_NB))
-        damped.append(within_NBB)
+        permuted.append(within_NBB)
         first += count
-    return torch.cat(ordered, dim=-2), upper_factor(torch.cat(damped, dim=-3))
+    return torch.cat(ordered, dim=-2), upper_factor(torch.cat(permuted, dim=-3))
 
 
 def take_rows(values_RC: Tensor, rows_M: Tensor) -> Tensor:

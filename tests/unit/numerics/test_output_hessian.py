@@ -15,6 +15,7 @@ from llmcompressor.numerics.output_hessian import (
     RowStrip,
     add_output_products,
     blocks_of,
+    damp_packed_,
     empty_blocks,
     packed_blocks,
     row_strips,
@@ -22,10 +23,11 @@ from llmcompressor.numerics.output_hessian import (
 )
 
 C = 6
+TOKENS = 600
 CPU = torch.device("cpu")
 
 
-def gradients(rows: int, seed: int = 0, tokens: int = 600) -> Tensor:
+def gradients(rows: int, seed: int = 0, tokens: int = TOKENS) -> Tensor:
     """Correlated gradients of outputs that are felt differently."""
     draw = torch.Generator().manual_seed(seed)
     mixing_RR = torch.randn(rows, rows, generator=draw) * torch.logspace(0, -1, rows)
@@ -38,11 +40,17 @@ def hessian(gradient_TR: Tensor) -> Tensor:
     return blocks_NBB
 
 
+def solved(gradient_TR: Tensor) -> Tensor:
+    """The blocks that targets are moved by."""
+    packed = packed_blocks(hessian(gradient_TR))
+    return unpacked_blocks(damp_packed_(packed, gradient_TR.shape[-1], len(gradient_TR)))
+
+
 def damped(blocks_NBB: Tensor, rows: int) -> Tensor:
-    """All of H_O, with zeros between blocks, each with a tenth of its mean added, float64."""
+    """All of H_O, with zeros between blocks, each with a share of its mean added, float64."""
     counts = [min(BLOCK, rows - begin) for begin in range(0, rows, BLOCK)]
     means_N = blocks_NBB.double().diagonal(dim1=-2, dim2=-1).sum(-1) / torch.tensor(counts)
-    added_R = 0.1 * means_N.repeat_interleave(torch.tensor(counts))
+    added_R = BLOCK / TOKENS * means_N.repeat_interleave(torch.tensor(counts))
     return torch.block_diag(*blocks_NBB.double())[:rows, :rows] + added_R.diag()
 
 
@@ -69,7 +77,7 @@ def test_errors_from_moved_targets_add_up_to_the_objective(rows: int) -> None:
     objective = float((whole_RR * (change_RC @ gram_CC @ change_RC.T)).sum())
     done: list[int] = []
     total = 0.0
-    for strip in row_strips([blocks_NBB], [rows]):
+    for strip in row_strips([solved(gradients(rows))], [rows]):
         target_MC = strip.moved_target(weight_RC, rounded_RC - weight_RC)
         error_MC = (rounded_RC[strip.rows_M] - target_MC).double()
         share_MM = own_share(strip, whole_RR, done)
@@ -92,8 +100,22 @@ def test_what_no_token_reached_moves_no_target() -> None:
         assert torch.equal(strip.moved_target(weight_RC, change_RC), weight_RC[strip.rows_M])
 
 
+def test_few_tokens_move_targets_less() -> None:
+    """With as few as a block has rows, the mean of the diagonal is added at least."""
+    gradient_TR = gradients(BLOCK)
+    diagonals = [
+        unpacked_blocks(damp_packed_(packed_blocks(hessian(gradient_TR)), BLOCK, tokens))[0]
+        .diagonal()
+        .mean()
+        / hessian(gradient_TR)[0].diagonal().mean()
+        for tokens in (1, BLOCK // 2, BLOCK, 10 * BLOCK, 1000 * BLOCK)
+    ]
+    expected = torch.tensor([1.0 + BLOCK, 3, 2, 1.1, 1.1])
+    torch.testing.assert_close(torch.stack(diagonals), expected)
+
+
 def test_rows_that_are_felt_most_come_first() -> None:
-    blocks_NBB = hessian(gradients(BLOCK))
+    blocks_NBB = solved(gradients(BLOCK))
     felt_R = blocks_NBB[0].diagonal()
     found = torch.cat([strip.rows_M for strip in row_strips([blocks_NBB], [BLOCK])])
     assert torch.equal(felt_R[found], felt_R.sort(descending=True).values)
@@ -101,7 +123,7 @@ def test_rows_that_are_felt_most_come_first() -> None:
 
 def test_a_batch_has_the_targets_of_each_alone() -> None:
     rows = BLOCK + 24
-    each = [hessian(gradients(rows, seed)) for seed in (0, 1)]
+    each = [solved(gradients(rows, seed)) for seed in (0, 1)]
     weights, changes = torch.randn(2, rows, C), torch.randn(2, rows, C)
     together = list(row_strips([torch.stack(each)], [rows]))
     for place, blocks_NBB in enumerate(each):
@@ -114,7 +136,7 @@ def test_a_batch_has_the_targets_of_each_alone() -> None:
 
 def test_stacked_linears_have_the_targets_of_each_alone() -> None:
     counts = [40, BLOCK]
-    each = [hessian(gradients(rows, seed)) for seed, rows in enumerate(counts)]
+    each = [solved(gradients(rows, seed)) for seed, rows in enumerate(counts)]
     weights, changes = (torch.randn(sum(counts), C) for _ in range(2))
     found = torch.full_like(weights, torch.nan)
     for strip in row_strips(each, counts):
@@ -147,7 +169,9 @@ def test_gradients_that_are_not_finite_count_as_nothing() -> None:
     spoilt_TR[3] = torch.nan
     spoilt_TR[5] = torch.inf
     gradient_TR[[3, 5]] = 0
+    given_TR = spoilt_TR.clone()
     assert torch.equal(hessian(spoilt_TR), hessian(gradient_TR))
+    assert torch.equal(spoilt_TR.isnan(), given_TR.isnan())  # what flows on stays as it was
 
 
 def test_packed_blocks_are_half_and_come_back() -> None:

@@ -156,6 +156,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     _inputs: InputCollector[InputStatistics] = PrivateAttr()
     _records: dict[str, SolveRecord] = PrivateAttr(default_factory=dict)
     _gradients: OutputGradients | None = PrivateAttr(None)
+    _sees_outputs: bool = PrivateAttr(True)
 
     @field_validator("actorder", mode="before")
     @classmethod
@@ -297,24 +298,29 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         Raises:
             RecipeError: the recipe asks for gradients, and one does.
         """
-        changing = sorted(state.facts.outputs_changed_by)
-        if self.gradient_samples and changing:
-            raise RecipeError(
-                f"GPTQModifier takes gradients of the original model's outputs, which "
-                f"{join_names(changing)} scales, rotates or removes before it.",
-                "Leave gradient_samples out, or set it to 0.",
-            )
+        if before := sorted(state.facts.outputs_changed_by):
+            self._sees_outputs = False
+            told = f"of the original model's outputs, which {join_names(before)} changes before it"
+            if self.gradient_samples:
+                raise RecipeError(
+                    f"GPTQModifier takes gradients {told}.",
+                    "Leave gradient_samples out, or set it to 0.",
+                )
+            logger.info(f"GPTQModifier takes no gradients {told}.")
         return super().on_initialize(state, **kwargs)
 
     def see_original(
         self, state: State, batches: Sequence[tuple[Mapping[str, Any], Tensor | None]]
     ) -> None:
         """Collect gradients at the outputs, unless a modifier before it changes these."""
-        if state.facts.outputs_changed_by or state.run.block_source.rest_is_finished:
+        felt = self._felt()
+        if not felt or not self._sees_outputs or state.run.block_source.rest_is_finished:
             return
-        found = OutputGradients(state, self._felt())
+        found = OutputGradients(state, felt)
         try:
             found.measure(self._gradient_samples)
+        except torch.OutOfMemoryError:  # else results would depend on what else is in memory
+            raise
         except (TargetError, NonFiniteError, RuntimeError) as error:
             # what calibration finds too, it names; on ranks all have to agree
             is_alike = isinstance(error, TargetError) or state.run.ranks is None

@@ -8,6 +8,7 @@ the backward leaves it; a run that goes on takes all of it, and measures nothing
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -20,6 +21,7 @@ from llmcompressor.modeling.call_graph import model_device
 from llmcompressor.modeling.offload import TensorStore
 from llmcompressor.numerics.output_hessian import (
     add_output_products,
+    damp_packed_,
     empty_blocks,
     packed_blocks,
     unpacked_blocks,
@@ -49,6 +51,7 @@ class OutputGradients:
         self._state, self._linears = state, linears
         self._store = TensorStore(_IN_MEMORY)
         self._sums: dict[str, Tensor] = {}
+        self._tokens: Counter[str] = Counter()
         self._places: dict[str, tuple[int, int, int]] = {}
         """Linear → the ticket of its part, and the first and last of its blocks there."""
         self._parts = 0
@@ -111,20 +114,28 @@ class OutputGradients:
         name = self._linears[linear]
         if name not in self._sums:
             self._sums[name] = empty_blocks(gradient.shape[-1], gradient.device)
-        add_output_products(self._sums[name], gradient.flatten(0, -2))
+        gradient_TR = gradient.flatten(0, -2)
+        add_output_products(self._sums[name], gradient_TR)
+        self._tokens[name] += int((gradient_TR != 0).any(dim=-1).sum())
 
     def _keep(self, modules: Iterable[Module], summing: Ranks, ranks: Ranks) -> None:
         """Add up what all ranks have of some modules; put it into the store, and record it."""
         own: dict[str, Tensor] = {}
+        counts: dict[str, int] = {}
         for module in (one for one in modules if one in self._linears):
-            sums = self._sums.pop(self._linears[module], None)
+            name, rows = self._linears[module], len(weight_of(module))
+            sums = self._sums.pop(name, None)
             if sums is None:  # no token reached it
-                sums = empty_blocks(len(weight_of(module)), model_device(self._state.model))
-            own[self._linears[module]] = packed_blocks(sums)
+                sums = empty_blocks(rows, model_device(self._state.model))
+            own[name], counts[name] = packed_blocks(sums), rows
         if not own:
             return
-        joined = summing.sum_all(torch.cat(list(own.values())), what="gradients of outputs").cpu()
+        what = "gradients of outputs"
+        joined = summing.sum_all(torch.cat(list(own.values())), what=what).cpu()
+        tokens = summing.sum_all(torch.tensor([self._tokens[name] for name in own]), what=what)
         each = torch.split(joined, [len(one) for one in own.values()])
+        for one, name, count in zip(each, own, tokens.tolist(), strict=True):
+            damp_packed_(one, counts[name], count)
         packed = dict(zip(own, each, strict=True))
         if ranks.rank == 0:
             self._state.run.block_source.remember(f"{self._record}-{self._parts}", packed, {})
