@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import journal, tensor_files
-from llmcompressor.checkpoint.block_stream import BlockRestorer
+from llmcompressor.checkpoint.block_stream import BlockRestorer, StreamedBlocks
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.rotation import learned as rotations
@@ -484,3 +484,22 @@ def tree(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+class CrashError(Exception):
+    """Ends a run as a crash would."""
+
+
+@contextlib.contextmanager
+def crashing_after(blocks: int) -> Iterator[None]:
+    """Have a run from a folder crash once it has finished so many blocks."""
+    left, count = StreamedBlocks.leave, iter(range(1, 1 + 2 * blocks))
+
+    def leave(self: StreamedBlocks, block: str) -> None:
+        left(self, block)
+        if next(count) == blocks:
+            raise CrashError
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StreamedBlocks, "leave", leave)
+        yield

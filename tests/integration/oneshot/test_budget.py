@@ -12,10 +12,10 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 from tests.support import small_models as small
+from tests.support.killed_runs import CrashError, crashing_after
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import model_free_ptq, oneshot, plan, reproduce, train
-from llmcompressor.checkpoint import block_stream
 from llmcompressor.entrypoints import budget as search
 from llmcompressor.errors import ArgumentError, InputError, RecipeError, TargetError
 from llmcompressor.modeling.fused import expert_sets, fused_sets
@@ -323,26 +323,12 @@ def test_a_plan_matches_the_patterns_that_were_given(folder: Callable[[str], Pat
         assert "self_attn" in found.recipe  # the run's recipe has the choice
 
 
-class _CrashError(Exception):
-    """Ends a run as a crash would."""
-
-
 def test_an_interrupted_run_goes_on_with_its_choice(
     folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(folder("llama"), tmp_path / "whole", recipe(budget={"bits": 5}))
-    left = block_stream.StreamedBlocks.leave
-    count = iter(range(10))
-
-    def leave(self: Any, block: str) -> None:
-        left(self, block)
-        if next(count) == 1:
-            raise _CrashError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(block_stream.StreamedBlocks, "leave", leave)
-        with pytest.raises(_CrashError):
-            run(folder("llama"), tmp_path / "out", recipe(budget={"bits": 5}))
+    with crashing_after(2), pytest.raises(CrashError):
+        run(folder("llama"), tmp_path / "out", recipe(budget={"bits": 5}))
     with monkeypatch.context() as patched:
         patched.setattr(search, "measure_losses", lambda *_, **__: pytest.fail("measured again"))
         again = run(folder("llama"), tmp_path / "out", recipe(budget={"bits": 5}), resume="must")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from tests.support import small_models as small
 from tests.support import tiny_llama as tiny
+from tests.support.killed_runs import CrashError, crashing_after
 from torch import Tensor
 from torch.nn import Module
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from llmcompressor import oneshot
-from llmcompressor.checkpoint.block_stream import StreamedBlocks
 from llmcompressor.core.block_source import BlockSource
 from llmcompressor.core.state import State
 from llmcompressor.errors import ArgumentError, RecipeError, TargetError
@@ -187,10 +187,6 @@ def test_statistics_do_not_have_them(tmp_path: Path, measured: list[int]) -> Non
     assert measured == []
 
 
-class _CrashError(Exception):
-    """Ends a run as a crash would."""
-
-
 def two() -> list[GPTQModifier]:
     """Each with gradients of its own Linears."""
     weights = {"num_bits": 3, "strategy": "group", "group_size": 16}
@@ -200,7 +196,7 @@ def two() -> list[GPTQModifier]:
 
 @pytest.mark.parametrize("make", [gptq, two])
 def test_an_interrupted_run_goes_on_with_them(
-    make: Callable[[], Any], tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Any], tmp_path: Path, measured: list[int]
 ) -> None:
     small.llama().save_pretrained(tmp_path / "model")
 
@@ -211,18 +207,8 @@ def test_an_interrupted_run_goes_on_with_them(
         return (folder / "model.safetensors").read_bytes()
 
     whole = run("whole")
-    left: Callable[..., None] = StreamedBlocks.leave
-    count = iter(range(10))
-
-    def leave(self: Any, block: str) -> None:
-        left(self, block)
-        if next(count) == 1:
-            raise _CrashError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(StreamedBlocks, "leave", leave)
-        with pytest.raises(_CrashError):
-            run("out")
+    with crashing_after(2), pytest.raises(CrashError):
+        run("out")
     assert len(measured) == (4 if make is two else 2)
     before = list(measured)
     assert run("out", resume="must") == whole
