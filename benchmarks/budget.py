@@ -27,6 +27,7 @@ from models import PICO
 from quality import SAMPLES
 from tables import machine, table
 from text import WINDOW, calibration_files, held_out_file
+from torch.nn import Linear
 
 from llmcompressor.schemes.budget import DEFAULT_SAMPLES
 
@@ -36,6 +37,8 @@ GRADIENTS = 16
 """Samples that AutoScheme's search takes."""
 BITS = (3, 4, 5, 6, 8)
 SCALE_BITS = 16
+SHAPE_BITS = 128
+"""Of a packed weight: two int64."""
 HALF = smollm2.SAMPLES // 2
 TOKENS = 2048
 """Of a batch when it is measured."""
@@ -142,6 +145,12 @@ class Bench:
         self._held_out = read(subject.held_out())[: subject.windows]
         self._calibration = subject.calibration(seeds)
         self._dense = load(str(self._model))
+        own = [
+            module.weight.numel()
+            for name, module in self._dense.named_modules()
+            if isinstance(module, Linear) and name != "lm_head"
+        ]
+        self._shape_bits = SHAPE_BITS * len(own) / sum(own)
 
     def tokens(self, seed: int) -> list[list[int]]:
         """Calibration windows."""
@@ -176,7 +185,8 @@ class Bench:
         subject = self.subject
         tokenizer = AutoTokenizer.from_pretrained(self._model)
         tokens = self.tokens(seed)
-        averages = {one: one - SCALE_BITS / subject.group for one in bits}
+        beside = SCALE_BITS / subject.group + self._shape_bits
+        averages = {one: one - beside for one in bits}
         with scratch() as folder:
             texts, job, report = (folder / f"{name}.json" for name in ("texts", "job", "report"))
             spread = tokens[:: len(tokens) // GRADIENTS][:GRADIENTS]

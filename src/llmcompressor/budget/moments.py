@@ -3,12 +3,12 @@
 
 They are what :mod:`llmcompressor.numerics.sensitivity` makes an estimate of. Linears that read the
 same input, such as q, k and v, have its squares computed once, when the gradients of all of them
-are known; its second moments are kept at the first of them.
+are known; some of its tokens are kept for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,18 +17,15 @@ from torch.nn import Module
 
 from llmcompressor.checkpoint.kept_statistics import KeptStatistics, StatisticsWriter
 from llmcompressor.modeling.fused import fused_sets
-from llmcompressor.numerics.gram import (
-    add_upper_product,
-    mirror_upper_,
-    packed_upper,
-    unpacked_upper,
-)
-from llmcompressor.numerics.sensitivity import add_squares, weighted_squares
+from llmcompressor.numerics.gram import add_column_squares, limit_massive_tokens
+from llmcompressor.numerics.sensitivity import add_squares, compensated_shares, weighted_squares
 from llmcompressor.quantization.parameters import weight_of
 from llmcompressor.runtime.collectives import Ranks
 
 _TOKENS_PER_COLUMN = 4
-"""Tokens of which second moments are taken: what compensation leaves is known well enough then."""
+"""Tokens that are kept: what compensation leaves is known well enough then."""
+_SHARES = {True: "left-ordered", False: "left"}
+"""Whether columns are ordered → what the shares are called in a file."""
 
 
 @dataclass
@@ -39,15 +36,18 @@ class Moments:
         gradient_R: squares of the output's gradients, float32.
         input_C: squares of the inputs, float32.
         felt_C: the same, of each token times the squares of its gradient, float32.
-        gram_CC: products of the inputs of some of the tokens, if asked for, of the first of the
-            Linears that share an input; the upper triangle.
+        curvature: mean squares of the inputs as a solver counts them, but for a factor, float32
+            ``[C]``; nothing before it is known.
+        shares: order of the columns in a sweep → what compensation leaves of each, float32;
+            nothing before it is known.
         tokens: number of tokens.
     """
 
     gradient_R: Tensor
     input_C: Tensor
     felt_C: Tensor
-    gram_CC: Tensor | None = None
+    curvature: Tensor | None = None
+    shares: dict[bool, Tensor] = field(default_factory=dict)
     tokens: int = 0
 
     @property
@@ -74,6 +74,51 @@ class _Shared:
         return own.data_ptr() == input_TC.data_ptr() and own.shape == input_TC.shape
 
 
+@dataclass
+class _Tokens:
+    """Some tokens of an input.
+
+    Attributes:
+        inputs: pieces ``[T, C]``.
+        energies: the squares of their gradients through each of K Linears, ``[K, T]``, float32.
+    """
+
+    inputs: list[Tensor] = field(default_factory=list)
+    energies: list[Tensor] = field(default_factory=list)
+
+    def gather(self, like_TC: Tensor, felt: int, ranks: Ranks, *, what: str) -> None:
+        """Add the tokens of all ranks, on each of them.
+
+        Args:
+            like_TC: a tensor with the device, dtype and columns of the inputs.
+            felt: number of Linears that read them.
+            ranks: the ranks.
+            what: the name of the input, for errors.
+        """
+        columns, device = like_TC.shape[1], like_TC.device
+        none_TC = torch.empty(0, columns, dtype=like_TC.dtype, device=device)
+        none_KT = torch.empty(felt, 0, dtype=torch.float32, device=device)
+        own_TC = torch.cat([none_TC, *self.inputs]).to(like_TC.dtype)
+        own_KT = torch.cat([none_KT, *self.energies], dim=1)
+        counts = ranks.exchange(len(own_TC), what=what)
+        inputs = ranks.all_gather(own_TC, [(count, columns) for count in counts], what=what)
+        energies = ranks.all_gather(own_KT, [(felt, count) for count in counts], what=what)
+        self.inputs, self.energies = list(inputs), list(energies)
+
+    def shares(self, *, ordered: bool) -> Tensor:
+        """What compensation leaves of each column, ``[K, C]``."""
+        joined_KT = torch.cat(self.energies, dim=1)
+        return compensated_shares(torch.cat(self.inputs), joined_KT, ordered=ordered)
+
+    @property
+    def curvature(self) -> Tensor:
+        """The diagonal of the Hessian of a solver, but for a factor."""
+        (limited_TC,) = limit_massive_tokens(torch.cat(self.inputs))
+        squares_C = limited_TC.new_zeros(limited_TC.shape[1], dtype=torch.float32)
+        add_column_squares(squares_C, limited_TC)
+        return squares_C
+
+
 class MomentCollector:
     """Collects the moments of Linears.
 
@@ -81,7 +126,8 @@ class MomentCollector:
         model: the model.
         names: of the Linears.
         batches: how many batches there are, of all ranks.
-        with_products: second moments are collected too, of a few tokens for each column.
+        orders: orders of columns in sweeps (true: ordered) whose compensation is wanted: for that
+            a few tokens are kept for each column.
 
     Attributes:
         leaders: Linear → the first of those that read the same input.
@@ -90,7 +136,12 @@ class MomentCollector:
     """
 
     def __init__(
-        self, model: Module, names: Iterable[str], *, batches: int, with_products: bool
+        self,
+        model: Module,
+        names: Iterable[str],
+        *,
+        batches: int,
+        orders: Collection[bool] = (),
     ) -> None:
         self.leaders = {name: name for name in names}
         self.joined: dict[str, Sequence[str]] = {name: (name,) for name in self.leaders}
@@ -98,9 +149,10 @@ class MomentCollector:
             own = [name for name in joined if name in self.leaders]
             self.leaders |= dict.fromkeys(own, own[0] if own else "")
             self.joined |= {name: joined for name in own[:1]}
-        self._with_products, self._batches = with_products, batches
+        self._orders, self._batches = orders, batches
         self.moments: dict[str, Moments] = {}
         self._waiting: dict[str, _Shared] = {}
+        self._tokens: dict[str, _Tokens] = {}
 
     @torch.no_grad()
     def add(self, name: str, given: Tensor, gradient: Tensor) -> None:
@@ -141,6 +193,10 @@ class MomentCollector:
         empty = Moments(torch.empty(0), torch.empty(0), torch.empty(0))
         own = [self.moments.get(name, empty).tokens for name in modules]
         totals = ranks.sum_all(torch.tensor(own), what="tokens of a budget's modules").tolist()
+        felt = [name for name, tokens in zip(modules, totals, strict=True) if tokens]
+        for leader in dict.fromkeys(self.leaders[name] for name in felt) if self._orders else ():
+            kept, wanted = self._tokens.setdefault(leader, _Tokens()), len(self._wanted(leader))
+            kept.gather(weight_of(modules[leader]), wanted, ranks, what=f"tokens of {leader}")
         for (name, module), tokens in zip(modules.items(), totals, strict=True):
             if tokens == 0:
                 continue
@@ -152,17 +208,12 @@ class MomentCollector:
             sizes = [len(one) for one in (moments.gradient_R, moments.input_C, moments.felt_C)]
             moments.gradient_R, moments.input_C, moments.felt_C = torch.split(sums, sizes)
             moments.tokens = tokens
-            if moments.gram_CC is not None:
-                gram_CC = mirror_upper_(moments.gram_CC)
-                moments.gram_CC = ranks.sum_all(gram_CC, what=f"products of {name}", symmetric=True)
 
     def _begin(self, name: str, columns: int, rows: int, device: torch.device) -> Moments:
         empty = torch.zeros(rows + 2 * columns, dtype=torch.float32, device=device)
         gradient_R, input_C, felt_C = torch.split(empty, [rows, columns, columns])
-        moments = self.moments[name] = Moments(gradient_R, input_C, felt_C)
-        if self._with_products and self.leaders[name] == name:
-            moments.gram_CC = empty.new_zeros(columns, columns)
-        return moments
+        self.moments[name] = Moments(gradient_R, input_C, felt_C)
+        return self.moments[name]
 
     def _finish(self, leader: str) -> None:
         """Add the squares of an input to what each of its Linears weighs its tokens by."""
@@ -179,15 +230,42 @@ class MomentCollector:
             moments.felt_C += felt_C
             moments.input_C += plain_C
             moments.tokens += seen
-            if moments.gram_CC is not None:
-                self._multiply(moments.gram_CC, input_TC, seen_T, seen)
+        if self._orders and seen:
+            self._keep(leader, waiting, seen_T.nonzero().flatten())
 
-    def _multiply(self, gram_CC: Tensor, input_TC: Tensor, seen_T: Tensor, seen: int) -> None:
-        """Add second moments of some of the tokens, as many of each batch, spread over it."""
-        wanted = -(-_TOKENS_PER_COLUMN * len(gram_CC) // self._batches)
-        taken_TC = input_TC if seen == len(input_TC) else input_TC[seen_T]
-        taken_TC = taken_TC[:: max(1, seen // wanted)]
-        add_upper_product(gram_CC, taken_TC)
+    def _keep(self, leader: str, waiting: _Shared, seen_S: Tensor) -> None:
+        """Keep some of the tokens that are seen, as many of each batch, spread over it."""
+        input_TC, energy_T = waiting.input_TC, waiting.energy_T
+        wanted = -(-_TOKENS_PER_COLUMN * input_TC.shape[1] // self._batches)
+        taken_S = seen_S[:: max(1, len(seen_S) // wanted)]
+        unfelt_T = torch.zeros(len(input_TC), dtype=torch.float32, device=input_TC.device)
+        energies = [energy_T.get(name, unfelt_T)[taken_S] for name in self._wanted(leader)]
+        kept = self._tokens.setdefault(leader, _Tokens())
+        kept.inputs.append(input_TC[taken_S])
+        kept.energies.append(torch.stack(energies))
+
+    def _wanted(self, leader: str) -> list[str]:
+        """The Linears that read the input of the first of them."""
+        return [name for name in self.joined[leader] if name in self.leaders]
+
+    def compensate(self, leader: str) -> None:
+        """Find what compensation leaves of each column of an input, and free its tokens."""
+        kept = self._tokens.pop(leader, None)
+        if kept is None or not kept.inputs:
+            return
+        own = [self.moments.get(name) for name in self._wanted(leader)]
+        curvature_C = kept.curvature
+        shares = {ordered: kept.shares(ordered=ordered) for ordered in self._orders}
+        for place, moments in enumerate(own):
+            if moments is not None:
+                moments.curvature = curvature_C
+                moments.shares = {ordered: own_KC[place] for ordered, own_KC in shares.items()}
+
+    def free(self, names: Iterable[str]) -> None:
+        """Free all that is known of some Linears."""
+        for name in names:
+            self.moments.pop(name, None)
+            self._tokens.pop(name, None)
 
 
 # --------------------
@@ -200,28 +278,29 @@ def write_moments(writer: StatisticsWriter, block: str, moments: Mapping[str, Mo
     for name, one in moments.items():
         tensors[f"{name}.gradient"], tensors[f"{name}.input"] = one.gradient_R, one.input_C
         tensors[f"{name}.felt"] = one.felt_C
-        if one.gram_CC is not None:
-            tensors[f"{name}.gram"] = packed_upper(one.gram_CC)
+        if one.curvature is not None:
+            tensors[f"{name}.curvature"] = one.curvature.clone()  # partners share it
+        for ordered, share_C in one.shares.items():
+            tensors[f"{name}.{_SHARES[ordered]}"] = share_C.clone()
     if moments:
         writer.write_loss(block, tensors, {name: one.tokens for name, one in moments.items()})
 
 
-def read_moments(
-    statistics: KeptStatistics, block: str, joined: Mapping[str, Sequence[str]]
-) -> dict[str, Moments]:
-    """The moments of a block; ``joined`` has the Linears with the same input, by the first."""
+def read_moments(statistics: KeptStatistics, block: str) -> dict[str, Moments]:
+    """The moments of a block."""
     tensors, tokens = statistics.loss(block)
-    found = {
+    return {
         name: Moments(
             tensors[f"{name}.gradient"],
             tensors[f"{name}.input"],
             tensors[f"{name}.felt"],
+            tensors.get(f"{name}.curvature"),
+            {
+                ordered: share_C
+                for ordered, kind in _SHARES.items()
+                if (share_C := tensors.get(f"{name}.{kind}")) is not None
+            },
             tokens=count,
         )
         for name, count in tokens.items()
     }
-    for first, names in joined.items():
-        packed = next((p for name in names if (p := tensors.get(f"{name}.gram")) is not None), None)
-        if packed is not None and first in found:
-            found[first].gram_CC = unpacked_upper(packed, len(found[first].input_C))
-    return found

@@ -35,7 +35,7 @@ from llmcompressor.runtime import durable
 from llmcompressor.runtime.folder_lock import locked
 
 INDEX = "statistics.json"
-FORMAT = 1
+FORMAT = 2
 _LOCK = "statistics.lock"
 _VECTORS = ("squares", "sizes", "least", "greatest")
 _INPUTS, _LOSS = "inputs", "loss"

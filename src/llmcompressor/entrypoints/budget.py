@@ -181,6 +181,7 @@ def losses_of(
         budget=job.dataset_args.activation_budget or room(),
         device_memory=device_memory,
         use_loss_mask=job.dataset_args.use_loss_mask,
+        propagates=job.dataset_args.propagate_error,
         keep_in=keep_in,
         ranks=ranks,
     )

@@ -87,16 +87,25 @@ def limit_massive_tokens(input_TC: Tensor, *others_TC: Tensor) -> list[Tensor]:
     >>> limit_massive_tokens(x)[0].tolist()[-1]
     [1.2000000476837158, 1.600000023841858]
     """
-    length_T = torch.linalg.vector_norm(input_TC, dim=-1).float()
-    present_T = length_T[length_T > 0]
-    if not len(present_T):
-        return [input_TC, *others_TC]
-    median = present_T.median()
+    length_T, median = _lengths(input_TC)
     is_massive_T = length_T > _MASSIVE * median  # NaN is not: what is not finite stays so
     if not bool(is_massive_T.any()):
         return [input_TC, *others_TC]
     weight_T1 = torch.where(is_massive_T, _COUNTED * median / length_T, 1).unsqueeze(-1)
     return [one_TC * weight_T1.to(one_TC.dtype) for one_TC in (input_TC, *others_TC)]
+
+
+def massive_tokens(input_TC: Tensor) -> Tensor:
+    """Which tokens :func:`limit_massive_tokens` scales, bool ``[T]``."""
+    length_T, median = _lengths(input_TC)
+    return length_T > _MASSIVE * median
+
+
+def _lengths(input_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """The length of each token, float32, and the median of those that are not zero."""
+    length_T = torch.linalg.vector_norm(input_TC, dim=-1).float()
+    present_T = length_T[length_T > 0]
+    return length_T, present_T.median() if len(present_T) else length_T.new_tensor(torch.inf)
 
 
 def fast_operand(input_TC: Tensor, sums: torch.dtype) -> Tensor | Int8Columns:

@@ -21,10 +21,19 @@ It is exact for one row. K-FAC (arXiv:1503.05671, equation 16) takes δ and x fo
 they are not: tokens whose inputs are a hundred times as large as others (massive activations,
 arXiv:2402.17762) are hardly felt.
 
-A solver that makes later columns compensate for the error of a column, as GPTQ does, leaves of the
-mean square of a column what later columns cannot: the pivot :math:`R_{cc}^2` of the factor of the
-Hessian in the order of the sweep (LDLQ, arXiv:2307.13304, Theorem 1;
-:mod:`llmcompressor.numerics.hessian`). h_c is multiplied by the share that is left.
+A solver that makes later columns compensate for the error of a column, as GPTQ does, rounds E in
+``D R = E diag(R)``, with D the change of the weight and R the upper factor of the Hessian in the
+order of the sweep (LDLQ, arXiv:2307.13304, Theorem 1; :mod:`llmcompressor.numerics.hessian`). What
+the loss feels of D is then
+
+.. math:: \tfrac12 \sum_r g_r \sum_c E_{rc}^2\, R_{cc}^2\,
+          \big(R^{-1} F R^{-\top}\big)_{cc} , \qquad
+          F = \frac{\mathbb E\big[\lVert\delta\rVert^2 x x^\top\big]}
+                   {\mathbb E \lVert\delta\rVert^2} ,
+
+so that h_c is multiplied by a share (:func:`compensated_shares`). It is the pivot's where the loss
+feels all tokens alike, F = R Rᵀ, and more where a solver that counts them alike does not know what
+the loss feels.
 """
 
 from __future__ import annotations
@@ -34,6 +43,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.gram import (
+    add_upper_product,
+    limit_massive_tokens,
+    massive_tokens,
+    mirror_upper_,
+)
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
     factorize_with_rising_dampening,
@@ -43,6 +58,8 @@ from llmcompressor.runtime.threads import parallel_for
 _DAMPENING = 0.01
 _SQUARED_TOKENS = 256
 """Tokens that are squared at once: few enough for a processor's cache."""
+_SOLVED_TOKENS = 1024
+"""Tokens that are solved for at once: what is wide then is no larger than a Hessian."""
 
 
 def add_squares(sums_R: Tensor, gradient_TR: Tensor) -> Tensor:
@@ -126,46 +143,60 @@ def loss_rise(error_RC: Tensor, gradient_R: Tensor, column_C: Tensor) -> float:
     return 0.5 * float(gradient_R.double() @ by_row_R.double())
 
 
-def compensated_columns(gram_CC: Tensor, *, ordered: bool) -> Tensor:
-    """What a column sweep leaves of each column's mean square: float32 ``[C]``.
+def compensated_shares(input_TC: Tensor, felt_KT: Tensor, *, ordered: bool) -> Tensor:
+    """What a column sweep leaves of what the loss feels of each column's error, as a share.
+
+    The factor is that of every second token, and of every second massive one. On these the share is
+    too small, as T tokens hardly tell more than T columns apart, and on the others it is too large
+    by as much: a column that depends on k others leaves 1 - k / T and 1 / (1 - k / T) of the true
+    share. The geometric mean is returned.
 
     Args:
-        gram_CC: mean of ``x xᵀ``, float32, symmetric.
+        input_TC: inputs x, floating dtype.
+        felt_KT: squares of their gradients through each of K Linears, float32.
         ordered: columns are swept by decreasing mean square; otherwise from left to right.
 
     Returns:
-        The pivots; the diagonal itself where there is no factor.
+        float32 ``[K, C]``; 1 of a column of zeros, or without a factor.
 
-    >>> compensated_columns(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), ordered=True)
-    tensor([1.0100, 1.0100])
-    >>> [round(float(one), 2) for one in compensated_columns(torch.ones(2, 2), ordered=False)]
-    [0.02, 1.01]
+    >>> x = torch.tensor([[3.0, 3.0], [2.0, 2.0], [1.0, 1.0]])
+    >>> shares = compensated_shares(x, torch.ones(1, 3), ordered=False)
+    >>> [round(float(one), 2) for one in shares[0]]
+    [0.01, 1.01]
     """
-    diagonal_C = gram_CC.diagonal().clone()
-    order_C = diagonal_C.argsort(descending=True, stable=True) if ordered else None
+    columns, device = input_TC.shape[1], input_TC.device
+    is_massive_T = massive_tokens(input_TC)
+    long_T, other_T = (own_T.nonzero().flatten() for own_T in (is_massive_T, ~is_massive_T))
+    fitted_T, held_out_T = (torch.cat((long_T[half::2], other_T[half::2])) for half in range(2))
+    gram_CC = torch.zeros(columns, columns, dtype=torch.float32, device=device)
+    add_upper_product(gram_CC, limit_massive_tokens(input_TC[fitted_T])[0])
+    mirror_upper_(gram_CC)
+    order_C = torch.arange(columns, device=device)
+    if ordered:
+        order_C = gram_CC.diagonal().argsort(descending=True, stable=True)
+    ones_KC = torch.ones(len(felt_KT), columns, dtype=torch.float32, device=device)
     try:
         factor_CC = factorize_with_rising_dampening(gram_CC, _DAMPENING, order_C=order_C).factor_CC
     except SingularHessianError:
-        return diagonal_C
-    pivots_C = factor_CC.diagonal().square()
-    if order_C is None:
-        return pivots_C
-    return torch.empty_like(pivots_C).index_copy_(0, order_C, pivots_C)
+        return ones_KC
+    shares = [
+        _left_share(factor_CC, input_TC[own_T], felt_KT[:, own_T], order_C)
+        for own_T in (fitted_T, held_out_T)
+        if len(own_T)
+    ]
+    return ones_KC.index_copy_(1, order_C, torch.stack(shares).log().mean(dim=0).exp())
 
 
-def compensated_shares(gram_CC: Tensor, *, ordered: bool) -> Tensor:
-    """What a column sweep leaves of each column's mean square, as a share of it: float32 ``[C]``.
-
-    Args:
-        gram_CC: sum or mean of ``x xᵀ``, float32, symmetric.
-        ordered: as for :func:`compensated_columns`.
-
-    Returns:
-        The shares; 1 of a column of zeros.
-
-    >>> [round(float(one), 2) for one in compensated_shares(2 * torch.ones(2, 2), ordered=False)]
-    [0.02, 1.01]
-    """
-    diagonal_C = gram_CC.diagonal()
-    shares_C = compensated_columns(gram_CC, ordered=ordered) / diagonal_C
-    return shares_C.where(diagonal_C > 0, 1.0)
+def _left_share(factor_CC: Tensor, input_TC: Tensor, felt_KT: Tensor, order_C: Tensor) -> Tensor:
+    """``R_cc² (R⁻¹ F R⁻ᵀ)_cc / F_cc`` of tokens, in the order of the factor; 1 where F_cc is 0."""
+    before_KC, after_KC = (felt_KT.new_zeros(len(felt_KT), len(factor_CC)) for _ in range(2))
+    parts = zip(
+        torch.split(input_TC, _SOLVED_TOKENS), torch.split(felt_KT, _SOLVED_TOKENS, 1), strict=True
+    )
+    for part_TC, own_KT in parts:
+        wide_CT = part_TC[:, order_C].float().T.contiguous()
+        before_KC += own_KT @ wide_CT.square().T
+        solved_CT = torch.linalg.solve_triangular(factor_CC, wide_CT, upper=True)
+        after_KC += own_KT @ solved_CT.square_().T
+    share_KC = after_KC * factor_CC.diagonal().square() / before_KC
+    return share_KC.where((before_KC > 0) & (share_KC > 0), 1.0)

@@ -190,6 +190,10 @@ class QuantizationMixin(Modifier):
             unservable=self.bypass_divisibility_checks,
         )
 
+    def searches_scales(self, args: QuantizationArgs) -> bool:
+        """Return True if scales of a weight are searched for, not those of its observer."""
+        return False
+
     def resolve_quantization_config(self) -> ResolvedSchemes:
         """The schemes that the fields define, resolved again if fields have changed.
 

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import Tensor
 
 from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
@@ -151,10 +151,11 @@ class Problem:
 
     @property
     def has_searched_scales(self) -> bool:
-        """True if the solver searches the scales: of equal groups, below 8 bits."""
+        """True if the solver searches the scales, of equal groups."""
         groups = self.parameters[0].scale.shape[-1]
         is_even = self.shape[1] % groups == 0
-        return self.searches and self.has_own_scales and is_even and self.grid.bits < FINE_BITS
+        is_searchable = has_searchable_scales(self.parameters[0].args)
+        return self.searches and self.has_own_scales and is_even and is_searchable
 
     @property
     def kind(self) -> object:
@@ -476,6 +477,13 @@ def _error_corrected_weight(
         missing_CR=_stack(missing) if missing else None,
         steps=_dampening_attempts(problems),
     )
+
+
+def has_searchable_scales(args: QuantizationArgs) -> bool:
+    """Return True for integers below 8 bits with scales of each row."""
+    grid = grid_of(args)
+    by_row = args.strategy in (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL)
+    return grid.kind == "int" and grid.bits < FINE_BITS and by_row
 
 
 def refinement_rounds(asked: int | None, bits: int) -> int:

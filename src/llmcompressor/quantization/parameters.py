@@ -14,6 +14,7 @@ from torch.nn import Module
 from llmcompressor.errors import InputError, NonFiniteError, RecipeError
 from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.numerics.gptq import ColumnScales
+from llmcompressor.numerics.hessian import fill_dead_columns
 from llmcompressor.numerics.partition import dequantize_matrix, quantize_matrix
 from llmcompressor.numerics.scales import (
     effective_scale,
@@ -21,6 +22,7 @@ from llmcompressor.numerics.scales import (
     parameter_dtype,
     scales_from_range,
 )
+from llmcompressor.numerics.weighted_scales import weighted_scales
 from llmcompressor.observers.base import OBSERVERS, Observer
 from llmcompressor.observers.canonical import Range, to_canonical
 from llmcompressor.observers.min_max import RangeObserver
@@ -104,6 +106,23 @@ class WeightParameters:
         if self.through is not None:
             values = values.to(self.through)
         return values.to(weight_RC.dtype)
+
+    def searched(self, weight_RC: Tensor, curvature_C: Tensor) -> WeightParameters:
+        """The scales of the least weighted error of an integer grid, in the place of these.
+
+        Args:
+            weight_RC: the weight.
+            curvature_C: what the square of each column's error counts, float32, not negative.
+        """
+        groups = self.scale.shape[-1]
+        if weight_RC.shape[-1] % groups:
+            return self
+        curvature_C = fill_dead_columns(curvature_C)
+        scale_RG, zero_RG = weighted_scales(
+            weight_RC.float(), curvature_C, groups, grid_of(self.args), self.scale.dtype
+        )
+        zero_point = self.zero_point if zero_RG is None else zero_RG.to(self.zero_point.dtype)
+        return replace(self, scale=scale_RG.to(self.scale.dtype), zero_point=zero_point)
 
     def rounding(self, weight_RC: Tensor, values_RC: Tensor | None = None) -> WeightRounding:
         """What rounding loses of a weight, measured on rows spread over it.

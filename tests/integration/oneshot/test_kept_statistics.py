@@ -484,9 +484,9 @@ def test_damage_is_told(folder: Path, statistics: Path, tmp_path: Path) -> None:
     error = _refused(folder, tmp_path, recipe=gptq(), statistics=kept)
     assert "missing or has another size" in str(error)
     index = kept / "statistics.json"
-    index.write_text(index.read_text().replace('"format": 1', '"format": 2'))
+    index.write_text(index.read_text().replace('"format": 2', '"format": 3'))
     error = _refused(folder, tmp_path, recipe=gptq(), statistics=kept)
-    assert "have format 2" in str(error)
+    assert "have format 3" in str(error)
     index.write_text("{")
     error = _refused(folder, tmp_path, recipe=gptq(), statistics=kept)
     assert "cannot be read" in str(error)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmcompressor.budget import moments
 from llmcompressor.budget.moments import MomentCollector
-from llmcompressor.numerics.gram import mirror_upper_
+from llmcompressor.numerics.sensitivity import compensated_shares
 
 QKV = [f"model.layers.0.self_attn.{one}_proj" for one in "qkv"]
 T, C, R = 300, 24, 8
@@ -29,7 +29,7 @@ def tokens() -> tuple[Tensor, dict[str, Tensor]]:
 
 def collected(names: list[str], *, batches: int = 1) -> MomentCollector:
     x_BTC, gradients = tokens()
-    found = MomentCollector(llama(), names, batches=batches, with_products=True)
+    found = MomentCollector(llama(), names, batches=batches, orders=(True,))
     for x_TC, place in zip(x_BTC, range(2), strict=True):
         for name in reversed(names):  # as a backward comes to them
             found.add(name, x_TC, gradients[name][place])
@@ -53,9 +53,6 @@ def test_they_are_sums_over_the_tokens_that_are_felt() -> None:
             (own.felt_C, felt_C),
         ):
             torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-4)
-    first = found[QKV[0]].gram_CC
-    assert first is not None
-    assert found[QKV[1]].gram_CC is None, "one of those that share an input has them"
 
 
 @pytest.mark.parametrize("names", [QKV[:1], QKV[1:]])
@@ -70,7 +67,7 @@ def test_alone_each_has_what_it_has_beside_others(names: list[str]) -> None:
 
 def test_one_whose_partner_is_not_felt_waits_for_the_end() -> None:
     x_BTC, gradients = tokens()
-    found = MomentCollector(llama(), QKV, batches=1, with_products=False)
+    found = MomentCollector(llama(), QKV, batches=1)
     found.add(QKV[2], x_BTC[0], gradients[QKV[2]][0])
     assert found.moments[QKV[2]].tokens == 0
     found.add(QKV[2], x_BTC[1], gradients[QKV[1]][1])
@@ -79,11 +76,18 @@ def test_one_whose_partner_is_not_felt_waits_for_the_end() -> None:
     assert QKV[0] not in found.moments
 
 
-def test_products_are_of_tokens_from_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 250 and 150 tokens 72 are wanted, three for each column: every third and second one."""
-    x_BTC, _ = tokens()
+def test_tokens_that_are_kept_come_from_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 300 and 200 tokens 72 are wanted, three for each column: every fourth and second one."""
+    x_BTC, gradients = tokens()
     monkeypatch.setattr(moments, "_TOKENS_PER_COLUMN", 6)
-    (first,) = (collected(QKV[:1], batches=2).moments[QKV[0]].gram_CC,)
-    assert first is not None
-    taken_TC = torch.cat([x_BTC[0][50:][::3], x_BTC[1][50:200][::2]]).float()
-    torch.testing.assert_close(mirror_upper_(first), taken_TC.T @ taken_TC, rtol=1e-4, atol=1e-3)
+    found = collected(QKV, batches=2)
+    found.compensate(QKV[0])
+    taken_TC = torch.cat([x_BTC[0][::4], x_BTC[1][:200][::2]])
+    for name in QKV:
+        first_TR, second_TR = gradients[name]
+        felt_T = torch.cat([first_TR[::4], second_TR[:200][::2]]).float().square().sum(1)
+        shares_1C = compensated_shares(taken_TC, felt_T.unsqueeze(0), ordered=True)
+        own = found.moments[name]
+        torch.testing.assert_close(own.shares, {True: shares_1C[0]}, rtol=1e-4, atol=1e-5)
+        squares_C = taken_TC.float().square().sum(0)
+        torch.testing.assert_close(own.curvature, squares_C, rtol=1e-4, atol=1e-3)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.small_models import llama
 from torch import Tensor, nn
 
 from llmcompressor.budget.sensitivity import RoundingErrors
@@ -18,9 +19,19 @@ T, C = 40, 128
 CANDIDATES = ("W3A16", "W8A16")
 
 
-def losses(linear: nn.Linear, calls: list[tuple[Tensor, Tensor]], *, compensates: bool) -> Any:
+def losses(
+    linear: nn.Linear,
+    calls: list[tuple[Tensor, Tensor]],
+    *,
+    compensates: bool,
+    searches: bool = False,
+) -> Any:
     schemes = {one: {"linear": preset_scheme(one)} for one in CANDIDATES}
-    modifier = SimpleNamespace(compensates=compensates, actorder="static")
+    modifier = SimpleNamespace(
+        compensates=compensates,
+        actorder="static",
+        searches_scales=lambda args: searches and args.num_bits == 3,
+    )
     options: Any = SimpleNamespace(
         sets=[["linear"]], candidates=CANDIDATES, schemes=schemes, modifier=modifier
     )
@@ -79,3 +90,51 @@ def test_compensation_leaves_what_inputs_do_not_share() -> None:
             losses(linear, [(x_TC, delta_TR)], compensates=each)[0] for each in (False, True)
         )
         assert least * plain <= left <= most * plain
+
+
+def test_scales_are_searched_for_by_what_columns_count() -> None:
+    """A large value of a column without inputs takes the grid of its group."""
+    linear = nn.Linear(C, 8, bias=False)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        linear.weight[:, 0] = 0.2
+    x_TC, delta_TR = torch.randn(512, C), torch.randn(512, 8)
+    x_TC[:, 0] *= 1e-4
+    plain, own = (
+        losses(linear, [(x_TC, delta_TR)], compensates=True, searches=each)
+        for each in (False, True)
+    )
+    assert own[0] < 0.6 * plain[0]
+    assert own[1] == plain[1]
+
+
+def test_what_others_of_the_block_make_up_for_counts_less() -> None:
+    """Of q, k, v, and less of gate, up, in a run that corrects errors."""
+    model = llama()
+    modules = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    names = [name for name in modules if ".0." in name]
+    scheme = preset_scheme("W8A16", targets=["Linear"])
+    modifier = SimpleNamespace(compensates=False, searches_scales=lambda args: False)
+    options: Any = SimpleNamespace(
+        sets=[[name] for name in names],
+        candidates=["W8A16"],
+        schemes={"W8A16": dict.fromkeys(names, scheme)},
+        modifier=modifier,
+    )
+    by_name = {modules[name]: name for name in names}
+    found = []
+    for corrects in (False, True):
+        errors = RoundingErrors(model, options, by_name, corrects=corrects)
+        torch.manual_seed(0)
+        for name in names:
+            rows, columns = modules[name].weight.shape
+            errors.watch(modules[name], torch.randn(64, columns), torch.randn(64, rows))
+        errors.settle(by_name)
+        found.append([loss for (loss,) in errors.by_set(64)])
+    shares = {
+        name.rpartition(".")[2]: own / plain for name, plain, own in zip(names, *found, strict=True)
+    }
+    assert shares["o_proj"] == shares["down_proj"] == 1
+    assert shares["q_proj"] == pytest.approx(shares["v_proj"])
+    assert shares["q_proj"] < shares["gate_proj"] == pytest.approx(shares["up_proj"])
+    assert shares["gate_proj"] < 1

@@ -52,6 +52,7 @@ from llmcompressor.quantization.column_solver import (
     Problem,
     Solution,
     gptq_cost,
+    has_searchable_scales,
     refinement_rounds,
     solve,
     solve_divided,
@@ -276,6 +277,11 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     def _felt(self) -> dict[Module, str]:
         """The Linears at whose outputs gradients are taken, and their names."""
         return {one: self._names[one] for one in self._schemes if self._is_felt(one)}
+
+    def searches_scales(self, args: QuantizationArgs) -> bool:
+        """Return True for integers below 8 bits, unless an observer is named."""
+        is_named = self.resolve_quantization_config().names_weight_observer
+        return not is_named and has_searchable_scales(args)
 
     def _is_felt(self, module: Module) -> bool:
         if self.gradient_samples is not None:
