@@ -5,7 +5,8 @@ benchmarks/kept_statistics.py [--seed 0] [--rows "SparseGPT, 2:4" …]
 
 Loss above the dense model's in nats per token and KL from it, of the embedded model, calibrated on
 128 windows of 256 tokens and measured on 64 held-out windows. Seconds are of the process, as other
-work may be done beside it. Prints the table of ``docs/statistics.md``.
+work may be done beside it. Figures are kept as they come (``results/kept_statistics.json``), and a
+page beside them has their table.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from cases import AWQ, grid, rounded, solved, sparse
 from evaluate_one import load, lost, read
-from jobs import scratch
+from jobs import HERE, scratch
 from models import PICO
 from quality import SAMPLES
 from tables import machine, table
 from text import WINDOW, calibration_files, held_out_file
 
+STORE = HERE / "results" / "kept_statistics.json"
 WINDOWS = 64
 BATCH = 8
 RECIPES = {
@@ -47,6 +50,7 @@ HEADER = (
     "time: data",
     "statistics",
 )
+SIDES = ("data", "statistics")
 
 
 class Bench:
@@ -74,7 +78,7 @@ class Bench:
         """Size of the statistics."""
         return sum(one.stat().st_size for one in self._statistics.iterdir())
 
-    def measure(self, name: str, recipe: dict[str, dict], how: dict[str, Any]) -> list[str]:
+    def measure(self, name: str, recipe: dict[str, dict], how: dict[str, Any]) -> dict[str, float]:
         """Loss above the dense model's, divergence from it, and seconds of the process.
 
         Args:
@@ -87,15 +91,29 @@ class Bench:
         found = lost(load(str(output)), self._dense, self._held_out, BATCH)
         above = found["loss"] - self._loss
         print(f"{name}: {above:.4f}, KL {found['divergence']:.4f}, {taken:.1f} s", flush=True)
-        return [f"{above:.4f}", f"{found['divergence']:.4f}", f"{taken:.1f} s"]
+        return {"loss": above, "divergence": found["divergence"], "seconds": taken}
 
-    def row(self, name: str, recipe: dict[str, dict]) -> list[str]:
-        """Cells of the table."""
+    def row(self, name: str, recipe: dict[str, dict]) -> dict[str, dict[str, float]]:
+        """What the recipe loses and takes with the data, and from statistics."""
         own = "".join(one if one.isalnum() else "_" for one in name)
-        kept = {"statistics": self._statistics}
-        of_data = self.measure(f"{own}-data", recipe, self._data)
-        of_kept = self.measure(f"{own}-statistics", recipe, kept)
-        return [name, *(one for pair in zip(of_data, of_kept, strict=True) for one in pair)]
+        sources = {"data": self._data, "statistics": {"statistics": self._statistics}}
+        return {side: self.measure(f"{own}-{side}", recipe, sources[side]) for side in SIDES}
+
+
+def render(stored: dict[str, Any]) -> str:
+    """The markdown page."""
+    digits = {"loss": ".4f", "divergence": ".4f", "seconds": ".1f"}
+    rows = [
+        [name, *(format(own[side][key], how) for key, how in digits.items() for side in SIDES)]
+        for name, own in stored["rows"].items()
+    ]
+    about = (
+        f"The embedded model, {SAMPLES} x {WINDOW} calibration tokens; loss above the dense one's "
+        f"and KL from it on {WINDOWS} held-out windows, seconds of the process, one thread. "
+        f"Collecting took {stored['seconds']:.1f} s and {stored['bytes'] / 1e6:.1f} MB. Written by "
+        "`benchmarks/kept_statistics.py`."
+    )
+    return f"# Kept statistics\n\n{machine()}.\n\n{about}\n\n{table(HEADER, rows)}\n"
 
 
 def _yaml(recipe: dict[str, dict]) -> str:
@@ -116,20 +134,22 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    """Measure, and print the table."""
+    """Measure, and write the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", nargs="+", choices=RECIPES, metavar="NAME", default=list(RECIPES))
     given = parser.parse_args()
+    torch.set_num_threads(1)
+    stored = json.loads(STORE.read_text()) if STORE.exists() else {"rows": {}}
     with scratch() as folder:
         bench = Bench(given.seed, folder)
-        seconds = bench.collect()
-        rows = [bench.row(name, RECIPES[name]) for name in given.rows]
-        print(machine())
-        print(f"Collected in {seconds:.1f} s, {bench.kept_bytes / 1e6:.1f} MB.")
-    print(table(HEADER, rows))
+        stored |= {"seconds": bench.collect(), "bytes": bench.kept_bytes}
+        for name in given.rows:
+            stored["rows"][name] = bench.row(name, RECIPES[name])
+            STORE.write_text(json.dumps(stored, indent=1) + "\n")
+            STORE.with_suffix(".md").write_text(render(stored))
 
 
 if __name__ == "__main__":

@@ -102,3 +102,33 @@ def test_reasons_are_those_of_the_pages() -> None:
     peaks = [large[f"386M/GPTQ W4A16/{tool}"]["peak_mib"] for tool in ("as it comes", "reference")]
     assert _reason("Checked")[0][0] == str(len(RULES))
     assert _reason("Memory") == [[f"{peak:.0f}"] for peak in peaks]
+
+
+def _rows(page: str, kind: str) -> dict[str, list[str]]:
+    """First cell → the others, of the lines of a manual whose first cell has one of the names."""
+    lines = (ROOT / "docs" / page).read_text().splitlines()
+    cells = [[one.strip() for one in line.strip("|").split("|")] for line in lines if "|" in line]
+    return {first: others for first, *others in cells if re.search(kind, first)}
+
+
+def test_budgets_are_those_of_the_pages() -> None:
+    found = {}
+    for store in ("budget.json", "budget-smollm2.json"):
+        for name, by_seed in json.loads((RESULTS / store).read_text()).items():
+            size = fmean(run["bytes"] for run in by_seed.values())
+            divergence = fmean(run["divergence"] for run in by_seed.values())
+            found.setdefault(name, []).extend([f"{size:,.0f}", f"{divergence:.4f}"])
+    assert _rows("budget.md", r"^(all|budget of|AutoScheme of) [\d.]+ bits") == found
+
+
+def test_kept_statistics_are_those_of_the_page() -> None:
+    stored = json.loads((RESULTS / "kept_statistics.json").read_text())
+    digits = {"loss": ".4f", "divergence": ".4f", "seconds": ".1f"}
+    expected = {
+        name: [format(own[side][key], how) for key, how in digits.items() for side in own]
+        for name, own in stored["rows"].items()
+    }
+    rows = _rows("statistics.md", r"^(GPTQ|AWQ|SparseGPT|Wanda|`imatrix_mse`), ")
+    assert rows == expected
+    collected = f"Collecting took {stored['seconds']:.1f} s and {stored['bytes'] / 1e6:.1f} MB."
+    assert collected in " ".join((ROOT / "docs" / "statistics.md").read_text().split())
