@@ -50,6 +50,17 @@ class Moments:
     shares: dict[bool, Tensor] = field(default_factory=dict)
     tokens: int = 0
 
+    def to(self, device: torch.device) -> Moments:
+        """The same on a device."""
+        return Moments(
+            self.gradient_R.to(device),
+            self.input_C.to(device),
+            self.felt_C.to(device),
+            None if self.curvature is None else self.curvature.to(device),
+            {ordered: share_C.to(device) for ordered, share_C in self.shares.items()},
+            self.tokens,
+        )
+
     @property
     def felt_mean(self) -> Tensor:
         """The mean square of each input, of tokens weighted by the squares of their gradients."""
@@ -200,14 +211,17 @@ class MomentCollector:
         for (name, module), tokens in zip(modules.items(), totals, strict=True):
             if tokens == 0:
                 continue
-            weight_RC = weight_of(module)
-            rows, columns = weight_RC.shape
-            moments = self.moments.get(name) or self._begin(name, columns, rows, weight_RC.device)
+            moments = self.begun(name, weight_of(module))
             sums = torch.cat((moments.gradient_R, moments.input_C, moments.felt_C))
             sums = ranks.sum_all(sums, what=f"moments of {name}")
             sizes = [len(one) for one in (moments.gradient_R, moments.input_C, moments.felt_C)]
             moments.gradient_R, moments.input_C, moments.felt_C = torch.split(sums, sizes)
             moments.tokens = tokens
+
+    def begun(self, name: str, weight_RC: Tensor) -> Moments:
+        """The moments of a Linear, of zeros if it was not called."""
+        rows, columns = weight_RC.shape
+        return self.moments.get(name) or self._begin(name, columns, rows, weight_RC.device)
 
     def _begin(self, name: str, columns: int, rows: int, device: torch.device) -> Moments:
         empty = torch.zeros(rows + 2 * columns, dtype=torch.float32, device=device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.checkpoint.names import NameMap
@@ -65,6 +65,7 @@ class BudgetOptions:
         schemes: candidate → module → its scheme, which narrow matrices have one of their own of.
         sizes: stored bytes of each set with each candidate, biases left out.
         weights: number of weights of all sets.
+        names_weight_observer: whether a field or a candidate names an observer of weights.
     """
 
     modifier: QuantizationMixin
@@ -74,6 +75,17 @@ class BudgetOptions:
     schemes: Mapping[Candidate, Mapping[str, QuantizationScheme]]
     sizes: Sequence[Sequence[int]]
     weights: int
+    names_weight_observer: bool = False
+
+    @property
+    def corrects_errors(self) -> bool:
+        """True if the run makes up for errors of earlier Linears, with one of the candidates."""
+        every = (scheme for own in self.schemes.values() for scheme in own.values())
+        return self.modifier.corrects_errors(every)
+
+    def searches_scales(self, args: QuantizationArgs) -> bool:
+        """True if the scales of a weight are searched for, not those of an observer."""
+        return not self.names_weight_observer and self.modifier.searches_scales(args)
 
     def scheme_by_module(self, options: Sequence[int]) -> dict[str, QuantizationScheme]:
         """The scheme of each module, given the place of each set's candidate."""
@@ -189,7 +201,8 @@ class OptionFinder:
         """
         modifier = self._modifier
         schemes: dict[Candidate, dict[str, QuantizationScheme]] = {}
-        for place, (candidate, resolved) in enumerate(modifier.resolve_candidates().items()):
+        every = modifier.resolve_candidates()
+        for place, (candidate, resolved) in enumerate(every.items()):
             with quiet(wanted=place > 0):
                 schemes[candidate] = resolved.schemes_by_module(self._model)
                 check_schemes(
@@ -210,7 +223,14 @@ class OptionFinder:
         sizes = [[sum(one[name] for name in own) for one in by_module] for own in sets]
         weights = sum(self._modules[name].get_parameter("weight").numel() for name in names)
         found = BudgetOptions(
-            modifier, parse_budget(modifier.budget), candidates, sets, schemes, sizes, weights
+            modifier,
+            parse_budget(modifier.budget),
+            candidates,
+            sets,
+            schemes,
+            sizes,
+            weights,
+            any(one.names_weight_observer for one in every.values()),
         )
         count = len(candidates)
         for first in range(0, count, len(sets)):  # each candidate stands somewhere in a trial

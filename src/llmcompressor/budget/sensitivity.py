@@ -24,7 +24,7 @@ from llmcompressor.core.block_source import BlockSource
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.fused import GATED_MLP
+from llmcompressor.modeling.fused import JOINED_QKV, MLP_INPUTS
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.numerics.sensitivity import loss_rise
 from llmcompressor.pipelines.sampled_gradients import SampledGradients
@@ -91,7 +91,7 @@ def measure_losses(
         options,
         names,
         batches=run.batches,
-        corrects=propagates and options.modifier.traits.twin,
+        corrects=propagates and options.corrects_errors,
         keep_in=keep_in,
         ranks=run.ranks,
     )
@@ -256,7 +256,7 @@ class RoundingErrors:
         for leader in mine:
             found.compensate(leader)
         if self._keep_in is not None:
-            kept = {name: found.moments[name] for name in own if name in found.moments}
+            kept = {name: found.begun(name, weight_of(one)) for name, one in own.items()}
             write_moments(self._keep_in, block, kept)
         for name, module in own.items():
             if leaders[name] in mine:
@@ -273,6 +273,7 @@ class RoundingErrors:
         if not self._without_data:
             if moments is None or not moments.tokens:
                 return [0.0] * len(self.options.candidates)
+            moments = moments.to(weight_RC.device)
             importance_C, curvature_C = moments.input_C / moments.tokens, moments.curvature
             row_R, column_C = moments.gradient_R, moments.felt_mean
             for ordered in self._orders:
@@ -282,7 +283,7 @@ class RoundingErrors:
             args = self.options.schemes[one][name].weights
             assert args is not None
             own = observe_weight(weight_RC, args, importance_C=importance_C, found=ranges(args))
-            if curvature_C is not None and self.options.modifier.searches_scales(args):
+            if curvature_C is not None and self.options.searches_scales(args):
                 own = own.searched(weight_RC, curvature_C)
             error_RC = weight_RC.float() - own.round(weight_RC)
             found.append(self._left_by_correction(name) * loss_rise(error_RC, row_R, column_C))
@@ -290,10 +291,12 @@ class RoundingErrors:
 
     def _left_by_correction(self, name: str) -> float:
         """The share of a loss that Linears behind this one in its block do not make up for."""
-        found = self._collector
-        if not self._corrects or len(found.joined[found.leaders[name]]) == 1:
+        found, last = self._collector, name.rpartition(".")[2]
+        is_of_mlp = last in MLP_INPUTS
+        is_joined = len(found.joined[found.leaders[name]]) > 1 or last in JOINED_QKV
+        if not self._corrects or not (is_of_mlp or is_joined):
             return 1.0
-        return _LEFT_OF_MLP if name.rpartition(".")[2] in GATED_MLP else _LEFT_OF_ATTENTION
+        return _LEFT_OF_MLP if is_of_mlp else _LEFT_OF_ATTENTION
 
     def by_set(self, tokens: int) -> list[list[float]]:
         """The losses of each set and candidate, as a mean over ``tokens``."""

@@ -30,8 +30,12 @@ FUSED_SUFFIXES: tuple[tuple[str, ...], ...] = (
     ("in_proj_b", "in_proj_a"),
 )
 """Names, below one parent, of Linears that are joined when served, as far as it has them."""
-GATED_MLP = frozenset({"gate_proj", "up_proj", "w1", "w3"})
-"""Names of the Linears that are joined in a gated MLP; other joined ones are of attention."""
+MLP_INPUTS = frozenset(
+    {"gate_proj", "up_proj", "w1", "w3", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h"}
+)
+"""Names of Linears that another one of the same MLP follows."""
+JOINED_QKV = frozenset({"qkv_proj", "query_key_value", "c_attn", "Wqkv"})
+"""Names of Linears that are queries, keys and values in one."""
 
 _FORGET_GATE = ("f_a_proj", "forget_gate.f_a_proj")
 """The first half of what tells a delta attention to forget: in files, and in transformers."""

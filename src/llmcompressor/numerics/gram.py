@@ -61,6 +61,10 @@ _MASSIVE = 8.0
 """The length, in medians, from which on a token is massive: far from what tokens differ by."""
 _COUNTED = 2.0
 """The length, in medians, as which it counts."""
+_EXPLODED = 100.0
+"""The length, in medians, from which on a gradient is taken for exploded: those of keys that every
+token attends to have up to 75 medians, those of a text that began in an unstable way 150 to
+6,600."""
 
 
 def limit_massive_tokens(input_TC: Tensor, *others_TC: Tensor) -> list[Tensor]:
@@ -99,6 +103,29 @@ def massive_tokens(input_TC: Tensor) -> Tensor:
     """Which tokens :func:`limit_massive_tokens` scales, bool ``[T]``."""
     length_T, median = _lengths(input_TC)
     return length_T > _MASSIVE * median
+
+
+def limit_exploded_gradients(gradient_TR: Tensor) -> Tensor:
+    """Shorten exploded gradients of tokens to the median length.
+
+    A loss is no quadratic function there: it is felt as if the token cost thousands of nats, and
+    would outweigh all others. The given tensor where there is none.
+
+    Args:
+        gradient_TR: gradients of a loss at some outputs, floating dtype ``[..., R]``; those of zero
+            do not count for the median.
+
+    >>> limit_exploded_gradients(torch.tensor([[1.0, 0.0], [0.0, -1.0], [300.0, 400.0]]))
+    tensor([[ 1.0000,  0.0000],
+            [ 0.0000, -1.0000],
+            [ 0.6000,  0.8000]])
+    """
+    length_T, median = _lengths(gradient_TR)
+    is_exploded_T = length_T > _EXPLODED * median
+    if not bool(is_exploded_T.any()):
+        return gradient_TR
+    share_T = torch.where(is_exploded_T, median / length_T, 1)
+    return gradient_TR * share_T.unsqueeze(-1).to(gradient_TR.dtype)
 
 
 def _lengths(input_TC: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,8 @@ from llmcompressor.runtime.threads import parallel_for
 _DAMPENING = 0.01
 _SQUARED_TOKENS = 256
 """Tokens that are squared at once: few enough for a processor's cache."""
+_MOST = 10.0
+"""Share of a column's error that a sweep can leave at most, where it errs in what is felt."""
 _SOLVED_TOKENS = 1024
 """Tokens that are solved for at once: what is wide then is no larger than a Hessian."""
 
@@ -157,24 +159,27 @@ def compensated_shares(input_TC: Tensor, felt_KT: Tensor, *, ordered: bool) -> T
         ordered: columns are swept by decreasing mean square; otherwise from left to right.
 
     Returns:
-        float32 ``[K, C]``; 1 of a column of zeros, or without a factor.
+        float32 ``[K, C]``, at most 10; 1 of a column of zeros, of a single token or without a
+        factor.
 
     >>> x = torch.tensor([[3.0, 3.0], [2.0, 2.0], [1.0, 1.0]])
     >>> shares = compensated_shares(x, torch.ones(1, 3), ordered=False)
     >>> [round(float(one), 2) for one in shares[0]]
-    [0.01, 1.01]
+    [0.0, 1.0]
     """
     columns, device = input_TC.shape[1], input_TC.device
     is_massive_T = massive_tokens(input_TC)
     long_T, other_T = (own_T.nonzero().flatten() for own_T in (is_massive_T, ~is_massive_T))
     fitted_T, held_out_T = (torch.cat((long_T[half::2], other_T[half::2])) for half in range(2))
+    ones_KC = torch.ones(len(felt_KT), columns, dtype=torch.float32, device=device)
+    if len(held_out_T) == 0:
+        return ones_KC
     gram_CC = torch.zeros(columns, columns, dtype=torch.float32, device=device)
     add_upper_product(gram_CC, limit_massive_tokens(input_TC[fitted_T])[0])
     mirror_upper_(gram_CC)
     order_C = torch.arange(columns, device=device)
     if ordered:
         order_C = gram_CC.diagonal().argsort(descending=True, stable=True)
-    ones_KC = torch.ones(len(felt_KT), columns, dtype=torch.float32, device=device)
     try:
         factor_CC = factorize_with_rising_dampening(gram_CC, _DAMPENING, order_C=order_C).factor_CC
     except SingularHessianError:
@@ -182,9 +187,9 @@ def compensated_shares(input_TC: Tensor, felt_KT: Tensor, *, ordered: bool) -> T
     shares = [
         _left_share(factor_CC, input_TC[own_T], felt_KT[:, own_T], order_C)
         for own_T in (fitted_T, held_out_T)
-        if len(own_T)
     ]
-    return ones_KC.index_copy_(1, order_C, torch.stack(shares).log().mean(dim=0).exp())
+    left_KC = torch.stack(shares).log().mean(dim=0).exp().clamp(max=_MOST)
+    return ones_KC.index_copy_(1, order_C, left_KC)
 
 
 def _left_share(factor_CC: Tensor, input_TC: Tensor, felt_KT: Tensor, order_C: Tensor) -> Tensor:

@@ -191,7 +191,11 @@ class QuantizationMixin(Modifier):
         )
 
     def searches_scales(self, args: QuantizationArgs) -> bool:
-        """Return True if scales of a weight are searched for, not those of its observer."""
+        """Return True if scales of a weight are searched for, where no observer is named."""
+        return False
+
+    def corrects_errors(self, schemes: Iterable[QuantizationScheme]) -> bool:
+        """Return True if Linears make up for errors of those before them, with these schemes."""
         return False
 
     def resolve_quantization_config(self) -> ResolvedSchemes:

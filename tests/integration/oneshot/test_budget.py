@@ -237,6 +237,24 @@ def test_the_losses_do_not_depend_on_how_samples_are_batched(
         assert one.loss == pytest.approx(other.loss, rel=1e-3)
 
 
+def test_the_losses_do_not_depend_on_the_order_of_candidates(
+    folder: Callable[[str], Path],
+) -> None:
+    """One that names an observer keeps scales from being searched; 4 bits correct errors."""
+    weights = {"num_bits": 3, "group_size": 32, "strategy": "group", "symmetric": True}
+    given = [{"weights": {**weights, "observer": "mse"}}, "W4A16", "W8A16"]
+    found = [
+        plan(
+            folder("llama"),
+            recipe(budget={"bits": 5}, candidates=order),
+            dataset=[{"input_ids": list(range(3, 19))}] * 4,
+        ).budget
+        for order in (given, given[::-1])
+    ]
+    for one, other in zip(*found, strict=True):
+        assert (one.bytes, one.loss) == (other.bytes, pytest.approx(other.loss, rel=1e-6))
+
+
 def test_without_a_model_class_errors_of_weights_decide(
     folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

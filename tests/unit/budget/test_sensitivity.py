@@ -33,7 +33,11 @@ def losses(
         searches_scales=lambda args: searches and args.num_bits == 3,
     )
     options: Any = SimpleNamespace(
-        sets=[["linear"]], candidates=CANDIDATES, schemes=schemes, modifier=modifier
+        sets=[["linear"]],
+        candidates=CANDIDATES,
+        schemes=schemes,
+        modifier=modifier,
+        searches_scales=modifier.searches_scales,
     )
     model = nn.ModuleDict({"linear": linear})
     errors = RoundingErrors(model, options, {linear: "linear"})
@@ -120,6 +124,7 @@ def test_what_others_of_the_block_make_up_for_counts_less() -> None:
         candidates=["W8A16"],
         schemes={"W8A16": dict.fromkeys(names, scheme)},
         modifier=modifier,
+        searches_scales=modifier.searches_scales,
     )
     by_name = {modules[name]: name for name in names}
     found = []

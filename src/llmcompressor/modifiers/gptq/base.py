@@ -9,12 +9,12 @@ begins with where no observer of weights is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import Field, PrivateAttr, StrictBool, field_validator
 from torch import Tensor
 from torch.nn import Linear, Module
@@ -206,11 +206,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
 
     def _is_asymmetric(self) -> bool:
         """Return True with asymmetric calibration, which needs the original model's inputs."""
-        if self.asymmetric is not None:
-            return self.asymmetric
-        schemes = self.resolve_quantization_config().groups.values()
-        grids = [grid_of(scheme.weights) for scheme in schemes if scheme.weights is not None]
-        return not all(grid.kind == "int" and grid.bits >= FINE_BITS for grid in grids)
+        return self.corrects_errors(self.resolve_quantization_config().groups.values())
 
     @property
     def records(self) -> dict[str, SolveRecord]:
@@ -279,9 +275,15 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         return {one: self._names[one] for one in self._schemes if self._is_felt(one)}
 
     def searches_scales(self, args: QuantizationArgs) -> bool:
-        """Return True for integers below 8 bits, unless an observer is named."""
-        is_named = self.resolve_quantization_config().names_weight_observer
-        return not is_named and has_searchable_scales(args)
+        """Return True for integers below 8 bits."""
+        return has_searchable_scales(args)
+
+    def corrects_errors(self, schemes: Iterable[QuantizationScheme]) -> bool:
+        """Return True with asymmetric calibration."""
+        if self.asymmetric is not None:
+            return self.asymmetric
+        grids = [grid_of(scheme.weights) for scheme in schemes if scheme.weights is not None]
+        return not all(grid.kind == "int" and grid.bits >= FINE_BITS for grid in grids)
 
     def _is_felt(self, module: Module) -> bool:
         if self.gradient_samples is not None:
