@@ -181,16 +181,12 @@ def losses_of(
         budget=job.dataset_args.activation_budget or room(),
         device_memory=device_memory,
         use_loss_mask=job.dataset_args.use_loss_mask,
-        propagates=_propagates(job),
+        propagates=job.dataset_args.propagate_error
+        and job.dataset_args.pipeline != "basic"
+        and all(one.traits.propagates_error for one in job.recipe.modifiers),
         keep_in=keep_in,
         ranks=ranks,
     )
-
-
-def _propagates(job: Job) -> bool:
-    """True if blocks are calibrated on what the compressed ones before them return."""
-    is_asked = job.dataset_args.propagate_error and job.dataset_args.pipeline != "basic"
-    return is_asked and all(one.traits.propagates_error for one in job.recipe.modifiers)
 
 
 def recorded_budget(job: Job, opened: OpenBudget) -> SettledBudget | None:
