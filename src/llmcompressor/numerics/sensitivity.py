@@ -199,9 +199,9 @@ def _left_share(factor_CC: Tensor, input_TC: Tensor, felt_KT: Tensor, order_C: T
         torch.split(input_TC, _SOLVED_TOKENS), torch.split(felt_KT, _SOLVED_TOKENS, 1), strict=True
     )
     for part_TC, own_KT in parts:
-        wide_CT = part_TC[:, order_C].float().T.contiguous()
-        before_KC += own_KT @ wide_CT.square().T
-        solved_CT = torch.linalg.solve_triangular(factor_CC, wide_CT, upper=True)
-        after_KC += own_KT @ solved_CT.square_().T
+        wide_TC = part_TC[:, order_C].float()
+        before_KC += own_KT @ wide_TC.square()
+        torch.linalg.solve_triangular(factor_CC.T, wide_TC, upper=False, left=False, out=wide_TC)
+        after_KC += own_KT @ wide_TC.square_()
     share_KC = after_KC * factor_CC.diagonal().square() / before_KC
     return share_KC.where((before_KC > 0) & (share_KC > 0), 1.0)

@@ -124,6 +124,22 @@ class WeightParameters:
         zero_point = self.zero_point if zero_RG is None else zero_RG.to(self.zero_point.dtype)
         return replace(self, scale=scale_RG.to(self.scale.dtype), zero_point=zero_point)
 
+    def of_rows(self, weight_RC: Tensor, count: int) -> tuple[Tensor, WeightParameters]:
+        """Rows spread evenly over the weight, in whole cells, and the parameters of these.
+
+        Args:
+            weight_RC: the weight.
+            count: how many rows at least; all, if there are fewer.
+
+        Returns:
+            int64 indices of the rows, and their parameters.
+        """
+        partition = partition_of(self.args)
+        rows, cells = (one.to(weight_RC.device) for one in partition.sample(len(weight_RC), count))
+        if partition.rows == 0:  # one row of scales holds for all
+            return rows, self
+        return rows, replace(self, scale=self.scale[cells], zero_point=self.zero_point[cells])
+
     def rounding(self, weight_RC: Tensor, values_RC: Tensor | None = None) -> WeightRounding:
         """What rounding loses of a weight, measured on rows spread over it.
 
@@ -131,18 +147,9 @@ class WeightParameters:
             weight_RC: the weight, floating dtype.
             values_RC: what is rounded in its place, if a solver found something better.
         """
-        R = len(weight_RC)
-        partition = partition_of(self.args)
-        rows, cells = (
-            one.to(weight_RC.device) for one in partition.sample(R, max(_SAMPLED, R // _SAMPLED))
-        )
-        scale, zero = self.scale, self.zero_point
-        if partition.rows > 0:  # else one row of scales holds for all
-            scale, zero = scale[cells], zero[cells]
+        rows, own = self.of_rows(weight_RC, max(_SAMPLED, len(weight_RC) // _SAMPLED))
         original = weight_RC[rows]
-        rounded = replace(self, scale=scale, zero_point=zero).round(
-            original if values_RC is None else values_RC[rows]
-        )
+        rounded = own.round(original if values_RC is None else values_RC[rows])
         original = original.float()
         norm = float(torch.linalg.vector_norm(original))
         error = float(torch.linalg.vector_norm(original - rounded.float()))

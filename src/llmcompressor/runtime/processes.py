@@ -406,6 +406,8 @@ def _wait(
     store = _store()
     while not store.check(keys):
         if store.check([failed]):
+            if store.check(keys):
+                return  # the other one came here before it failed
             raise ProcessError(store.get(failed).decode(errors="replace"))
         if whom and not has_told and time.monotonic() - begun > _PATIENCE:
             has_told = True

@@ -68,6 +68,34 @@ def test_who_waits_is_told_of_a_failure(two):
         two[0].all_gather("anything")
 
 
+def test_a_failure_that_comes_after_a_round_does_not_end_it(monkeypatch):
+    """The other comes and then fails, between two looks of who waits."""
+    store = HashStore()
+    one, other = (Processes(rank, 2, "a run") for rank in range(2))
+
+    class Late:
+        """Its first look is before the other comes."""
+
+        looks = 0
+
+        def check(self, keys):
+            self.looks += 1
+            if self.looks == 1:
+                monkeypatch.setattr(processes, "_store", lambda: store)
+                assert other.all_gather("a value", 1) == [0, 1]
+                other.tell_failure("later")
+            return self.looks > 1 and store.check(keys)
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+    late = Late()
+    monkeypatch.setattr(processes, "_store", lambda: late)
+    assert one.all_gather("a value", 0) == [0, 1]
+    with pytest.raises(ProcessError, match="later"):
+        one.all_gather("the next one")
+
+
 def test_who_waits_too_long_says_for_whom_and_tells_the_others(two, monkeypatch):
     monkeypatch.setattr(processes, "_LOOK", 0.01)
     monkeypatch.setenv(TIMEOUT, "0.1")
