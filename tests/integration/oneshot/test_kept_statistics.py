@@ -157,6 +157,18 @@ def test_experts_have_statistics_too(tmp_path: Path) -> None:
     assert weights(tmp_path / "k") == weights(tmp_path / "d")
 
 
+def test_experts_without_tokens_have_those_of_none(tmp_path: Path) -> None:
+    """One token runs two of eight experts."""
+    small.mixture().save_pretrained(tmp_path / "model")
+    model, kept = tmp_path / "model", tmp_path / "kept"
+    token = {"dataset": small.token_rows(1, 1), "max_seq_length": 1}
+    oneshot(model=model, recipe=budgeted(GPTQModifier), save_statistics=kept, **token)
+    recipe = gptq(asymmetric=False)
+    oneshot(model=model, recipe=recipe, output_dir=tmp_path / "d", propagate_error=False, **token)
+    oneshot(model=model, recipe=gptq(), output_dir=tmp_path / "k", statistics=kept)
+    assert weights(tmp_path / "k") == weights(tmp_path / "d")
+
+
 @pytest.mark.parametrize("name", ["t5", "llava", "whisper", "recurrent_gemma"])
 def test_other_architectures_have_them_too(name: str, tmp_path: Path) -> None:
     made = tiny.ARCHITECTURES[name]
