@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from llmcompressor.checkpoint.kept_statistics import KeptStatistics, StatisticsWriter
 from llmcompressor.modeling.fused import fused_sets
-from llmcompressor.numerics.gram import add_column_squares, limit_massive_tokens
+from llmcompressor.numerics.gram import add_column_squares, limit_massive_tokens, massive_tokens
 from llmcompressor.numerics.sensitivity import add_squares, compensated_shares, weighted_squares
 from llmcompressor.quantization.parameters import weight_of
 from llmcompressor.runtime.collectives import Ranks
@@ -139,6 +139,8 @@ class MomentCollector:
         batches: how many batches there are, of all ranks.
         orders: orders of columns in sweeps (true: ordered) whose compensation is wanted: for that
             a few tokens are kept for each column.
+        skips_massive: massive tokens are not felt (:func:`~.numerics.gram.massive_tokens`): where
+            later Linears make up for errors, they undo those of tokens that are all alike.
 
     Attributes:
         leaders: Linear → the first of those that read the same input.
@@ -153,6 +155,7 @@ class MomentCollector:
         *,
         batches: int,
         orders: Collection[bool] = (),
+        skips_massive: bool = False,
     ) -> None:
         self.leaders = {name: name for name in names}
         self.joined: dict[str, Sequence[str]] = {name: (name,) for name in self.leaders}
@@ -160,7 +163,7 @@ class MomentCollector:
             own = [name for name in joined if name in self.leaders]
             self.leaders |= dict.fromkeys(own, own[0] if own else "")
             self.joined |= {name: joined for name in own[:1]}
-        self._orders, self._batches = orders, batches
+        self._orders, self._batches, self._skips_massive = orders, batches, skips_massive
         self.moments: dict[str, Moments] = {}
         self._waiting: dict[str, _Shared] = {}
         self._tokens: dict[str, _Tokens] = {}
@@ -236,6 +239,9 @@ class MomentCollector:
             return
         input_TC, energy_KT = waiting.input_TC, torch.stack(list(waiting.energy_T.values()))
         seen_T = (energy_KT > 0).any(dim=0)  # the others are padding, or what nothing is made of
+        if self._skips_massive:
+            energy_KT[:, massive_tokens(input_TC)] = 0
+            waiting.energy_T = dict(zip(waiting.energy_T, energy_KT, strict=True))
         weight_LT = torch.cat((energy_KT, seen_T.unsqueeze(0)))
         *felt_KC, plain_C = weighted_squares(input_TC, weight_LT)
         seen = int(seen_T.sum())

@@ -248,8 +248,15 @@ class RoundingErrors:
             model,
             [name for own in options.sets for name in own],
             batches=batches,
-            orders=self._orders if keep_in is None else (False, True),
+            orders=self._orders if keep_in is None or corrects else (False, True),
+            skips_massive=corrects,
         )
+        self._for_others = self._collector
+        if keep_in is not None and corrects:  # runs from statistics do not correct errors
+            self._for_others = MomentCollector(
+                model, self._collector.leaders, batches=batches, orders=(False, True)
+            )
+        self._collectors = list(dict.fromkeys((self._collector, self._for_others)))
         self._losses: dict[str, list[float]] = {}
         self._settled: set[str] = set()
 
@@ -259,7 +266,8 @@ class RoundingErrors:
 
     def watch(self, module: Module, given: Tensor, gradient: Tensor) -> None:
         """Add the tokens of a call."""
-        self._collector.add(self.names[module], given, gradient)
+        for one in self._collectors:
+            one.add(self.names[module], given, gradient)
 
     @torch.no_grad()
     def settle(self, modules: Iterable[Module], block: str = REST) -> None:
@@ -271,25 +279,27 @@ class RoundingErrors:
         """
         found, leaders = self._collector, self._collector.leaders
         own = {self.names[one]: one for one in modules if self.names.get(one) in leaders}
-        found.finish()
         if self._kept is not None:
             found.moments = read_moments(self._kept, block)
-        if self._kept is None and not self._without_data:
-            found.add_up(own, self._ranks)
         # of ranks each has the losses of its own inputs, which are put together at the end
         mine = list(dict.fromkeys(leaders[one] for one in own))[
             self._ranks.rank :: self._ranks.count
         ]
-        for leader in mine:
-            found.compensate(leader)
+        for one in self._collectors if self._kept is None and not self._without_data else ():
+            one.finish()
+            one.add_up(own, self._ranks)
+            for leader in mine:
+                one.compensate(leader)
         if self._keep_in is not None:
-            kept = {name: found.begun(name, weight_of(one)) for name, one in own.items()}
+            others = self._for_others
+            kept = {name: others.begun(name, weight_of(one)) for name, one in own.items()}
             write_moments(self._keep_in, block, kept)
         for name, module in own.items():
             if leaders[name] in mine:
                 self._losses[name] = self._losses_of(name, module)
         self._settled.update(own)
-        found.free(own)
+        for one in self._collectors:
+            one.free(own)
 
     def _losses_of(self, name: str, module: Module) -> list[float]:
         weight_RC, moments = weight_of(module).detach(), self._collector.moments.get(name)

@@ -422,7 +422,9 @@ class Ranks:
                 now = time.monotonic()
                 if now - looked > _LOOK:
                     looked = now
-                    self._check_failures()
+                    told = self._told_failure()
+                    if told and not work.is_completed():  # else it failed after the operation
+                        raise self._failure(told)
                 if now - begun > self._patience.seconds + _GRACE:  # the backend ends most by itself
                     raise TimeoutError
                 time.sleep(pause)
@@ -436,13 +438,11 @@ class Ranks:
             why = self._late(what) if late else self._lost(what, error)
             raise self._failure(why) from error
 
-    def _check_failures(self) -> None:
+    def _told_failure(self) -> str | None:
         try:
-            told = self._processes.failure()
+            return self._processes.failure()
         except ProcessError as error:
-            told = str(error)
-        if told:
-            raise self._failure(told)
+            return str(error)
 
     def _late(self, what: str) -> str:
         """Why an operation took too long: the ranks that have not come to it."""

@@ -25,6 +25,7 @@ def losses(
     *,
     compensates: bool,
     searches: bool = False,
+    **fields: Any,
 ) -> Any:
     schemes = {one: {"linear": preset_scheme(one)} for one in CANDIDATES}
     modifier = SimpleNamespace(
@@ -40,7 +41,7 @@ def losses(
         searches_scales=modifier.searches_scales,
     )
     model = nn.ModuleDict({"linear": linear})
-    errors = RoundingErrors(model, options, {linear: "linear"})
+    errors = RoundingErrors(model, options, {linear: "linear"}, **fields)
     for given, gradient in calls:
         errors.watch(linear, given, gradient)
     errors.settle([linear])
@@ -143,3 +144,22 @@ def test_what_others_of_the_block_make_up_for_counts_less() -> None:
     assert shares["q_proj"] == pytest.approx(shares["v_proj"])
     assert shares["q_proj"] < shares["gate_proj"] == pytest.approx(shares["up_proj"])
     assert shares["gate_proj"] < 1
+
+
+def test_massive_tokens_are_not_felt_where_errors_are_corrected() -> None:
+    """Later Linears undo their errors; runs from what is kept do not correct, and need them."""
+    linear, x_TC, delta_TR = tokens(rows=8)
+    calls = [(x_TC, delta_TR)]
+    kept: list[dict[str, Tensor]] = []
+    writer = SimpleNamespace(write_loss=lambda block, tensors, tokens: kept.append(tensors))
+    delta_TR[0] *= 1e6
+    felt, corrected = (
+        losses(linear, calls, compensates=False, keep_in=writer, corrects=each)
+        for each in (False, True)
+    )
+    without = losses(linear, [(x_TC[1:], delta_TR[1:])], compensates=False)
+    assert felt[0] > 1e6 * corrected[0]
+    # the mean squares of inputs, by which ranges are found, are of all tokens
+    assert corrected[1] == pytest.approx(without[1], rel=0.05)
+    first, second = kept
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
