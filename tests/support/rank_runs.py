@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support.rank_group import Group
-from tests.support.small_models import logits, token_rows, tree
+from tests.support.small_models import token_rows, tree
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmcompressor import oneshot
 from llmcompressor.logger import logger
@@ -46,7 +46,18 @@ def compress(
         )
     finally:
         logger.remove(handler)
-    return [str(line) for line in told if "do not share" in line], logits(compressed)
+    return [str(line) for line in told if "do not share" in line], _logits(compressed)
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel) -> Tensor:
+    """The model's logits ``[16, 64, vocabulary]``, float32, on tokens that no run calibrates with.
+
+    Of a few tokens in bfloat16 the errors of two equally good runs differ by 7 %.
+    """
+    ids = torch.tensor(token_rows(16, 64, seed=1)["input_ids"])
+    found: Tensor = model(ids.to(model.device)).logits
+    return found.float()
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -117,7 +128,7 @@ class Runs:
             for count, name in ((2, "first"), (2, "again"), (1, "alone"))
         )
         assert tree(first[0]) == tree(again[0])
-        original = logits(AutoModelForCausalLM.from_pretrained(self._model))
+        original = _logits(AutoModelForCausalLM.from_pretrained(self._model))
         errors = [float((one[1] - original).norm()) for one in (first, alone)]
         assert errors[0] == pytest.approx(errors[1], rel=_QUALITY)
 
