@@ -45,7 +45,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 # Figure: (ceiling, goal). --lower rewrites the ceilings. Where a commit adds a capability, it may
 # raise the ceilings of lines by that, and its message says so: refactoring may not.
 CEILINGS: dict[str, tuple[float, float]] = {
-    "lines of src": (102_100, 64_000),
+    "lines of src": (102_120, 64_000),
     "files of src": (370, 300),
     "members to override": (28, 25),
     "fields of State": (14, 14),
@@ -61,7 +61,7 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "files per 1,000 lines": (4.7, 4.7),
     "% of functions with a body of at most 3 lines": (36.5, 30.0),
     "% of docstrings that open with a question": (3.0, 3.0),
-    "lines of tests": (75_690, 52_000),
+    "lines of tests": (75_700, 52_000),
     "bytes of docs/architecture.md": (8_000, 10_000),
     "rows of its longest table": (20, 20),
 }

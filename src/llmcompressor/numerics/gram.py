@@ -65,6 +65,8 @@ _EXPLODED = 100.0
 """The length, in medians, from which on a gradient is taken for exploded: those of keys that every
 token attends to have up to 75 medians, those of a text that began in an unstable way 150 to
 6,600."""
+_LONGEST = 10.0
+"""The length, in medians, as which a longer gradient counts where few tokens stand for all."""
 
 
 def limit_massive_tokens(input_TC: Tensor, *others_TC: Tensor) -> list[Tensor]:
@@ -120,11 +122,32 @@ def limit_exploded_gradients(gradient_TR: Tensor) -> Tensor:
             [ 0.0000, -1.0000],
             [ 0.6000,  0.8000]])
     """
+    return _shortened(gradient_TR, _EXPLODED, 1.0)
+
+
+def limit_long_gradients(gradient_TR: Tensor) -> Tensor:
+    """Shorten gradients of tokens to ten medians: winsorized.
+
+    The mean of squares of a few thousand tokens is otherwise that of the few with the longest
+    gradients, and another one for other texts. The given tensor where none is longer.
+
+    Args:
+        gradient_TR: as :func:`limit_exploded_gradients` takes them.
+
+    >>> limit_long_gradients(torch.tensor([[1.0, 0.0], [0.0, -1.0], [300.0, 400.0]]))
+    tensor([[ 1.,  0.],
+            [ 0., -1.],
+            [ 6.,  8.]])
+    """
+    return _shortened(gradient_TR, _LONGEST, _LONGEST)
+
+
+def _shortened(gradient_TR: Tensor, longest: float, counted: float) -> Tensor:
     length_T, median = _lengths(gradient_TR)
-    is_exploded_T = length_T > _EXPLODED * median
-    if not bool(is_exploded_T.any()):
+    is_long_T = length_T > longest * median
+    if not bool(is_long_T.any()):
         return gradient_TR
-    share_T = torch.where(is_exploded_T, median / length_T, 1)
+    share_T = torch.where(is_long_T, counted * median / length_T, 1)
     return gradient_TR * share_T.unsqueeze(-1).to(gradient_TR.dtype)
 
 

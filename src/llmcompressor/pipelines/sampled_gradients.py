@@ -20,7 +20,6 @@ from llmcompressor.core.block_source import BlockSource
 from llmcompressor.errors import DatasetError, NonFiniteError, TargetError
 from llmcompressor.modeling.call_graph import model_device
 from llmcompressor.modeling.offload import TensorStore, activation_budget, device_activation_budget
-from llmcompressor.numerics.gram import limit_exploded_gradients
 from llmcompressor.numerics.sampled_loss import sampled_loss
 from llmcompressor.pipelines.batches import CalibrationBatches, calibration_mode, is_text
 from llmcompressor.pipelines.block_gradients import Watch, watch_gradients
@@ -91,8 +90,7 @@ class SampledGradients:
 
         Args:
             linears: the Linears whose outputs are differentiated.
-            watch: is given each of their calls, with no exploded gradient of a token
-                (:func:`~llmcompressor.numerics.gram.limit_exploded_gradients`).
+            watch: is given each of their calls.
             source: loads the blocks.
             leave: called when a block is done, which is still loaded.
             budget: bytes of activations that may wait in main memory; ``None``: half of what is
@@ -105,9 +103,6 @@ class SampledGradients:
         """
         model = self._model
 
-        def watch_limited(linear: Module, given: Tensor, gradient: Tensor) -> None:
-            watch(linear, given, limit_exploded_gradients(gradient))
-
         on_device = device_activation_budget(model_device(model), device_memory)
         shelf = TensorStore(activation_budget(budget), on_device)
         with contextlib.closing(shelf), calibration_mode(model), short_spin_waits():
@@ -116,7 +111,7 @@ class SampledGradients:
                 linears,
                 self._data,
                 _SampledLoss(self._data, self._without_logits),
-                watch_limited,
+                watch,
                 source=source,
                 shelf=shelf,
                 leave=leave,

@@ -158,7 +158,7 @@ def test_massive_tokens_are_not_felt_where_errors_are_corrected() -> None:
         for each in (False, True)
     )
     without = losses(linear, [(x_TC[1:], delta_TR[1:])], compensates=False)
-    assert felt[0] > 1e6 * corrected[0]
+    assert felt[0] > 1e4 * corrected[0]
     # the mean squares of inputs, by which ranges are found, are of all tokens
     assert corrected[1] == pytest.approx(without[1], rel=0.05)
     first, second = kept

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.gram import limit_exploded_gradients
+from llmcompressor.numerics.gram import limit_exploded_gradients, limit_long_gradients
 from llmcompressor.numerics.hessian import upper_factor
 from llmcompressor.numerics.sensitivity import compensated_shares
 
@@ -81,25 +81,29 @@ def test_columns_of_zeros_count_whole() -> None:
     assert torch.equal(none_C, torch.ones(C))
 
 
-def test_exploded_gradients_count_as_others() -> None:
+@pytest.mark.parametrize(
+    ("limit", "below", "counted"),
+    [(limit_exploded_gradients, 50, 1), (limit_long_gradients, 5, 10)],
+)
+def test_long_gradients_are_shortened(limit, below: int, counted: int) -> None:
     """One token of a text that begins in an unstable way is felt a thousand times as much."""
     torch.manual_seed(0)
     gradient_TR = torch.randn(512, 16).bfloat16()
-    assert limit_exploded_gradients(gradient_TR) is gradient_TR
+    assert limit(gradient_TR) is gradient_TR
     length_T = gradient_TR.float().norm(dim=1)
-    for factor, is_limited in ((50, False), (1000, True)):
+    for factor, is_limited in ((below, False), (1000, True)):
         own_TR = gradient_TR.clone()
         own_TR[3] *= factor
-        found_TR = limit_exploded_gradients(own_TR.view(4, 128, 16)).view(512, 16)
+        found_TR = limit(own_TR.view(4, 128, 16)).view(512, 16)
         assert found_TR.dtype == torch.bfloat16
         others = torch.arange(512) != 3
         assert torch.equal(found_TR[others], own_TR[others])
         found, median = found_TR[3].float(), length_T.median()
         if is_limited:
-            torch.testing.assert_close(found.norm(), median, rtol=0.02, atol=0.0)
+            torch.testing.assert_close(found.norm(), counted * median, rtol=0.02, atol=0.0)
             along = torch.cosine_similarity(found, gradient_TR[3].float(), dim=0)
             assert along > 0.999, "its direction stays"
         else:
             assert torch.equal(found, own_TR[3].float())
     none_TR = torch.zeros(4, 3)
-    assert limit_exploded_gradients(none_TR) is none_TR
+    assert limit(none_TR) is none_TR

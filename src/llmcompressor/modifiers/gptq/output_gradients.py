@@ -19,6 +19,7 @@ from torch.nn import Module
 from llmcompressor.core.state import State
 from llmcompressor.modeling.call_graph import model_device
 from llmcompressor.modeling.offload import TensorStore
+from llmcompressor.numerics.gram import limit_exploded_gradients
 from llmcompressor.numerics.output_hessian import (
     add_output_products,
     damp_packed_,
@@ -114,7 +115,7 @@ class OutputGradients:
         name = self._linears[linear]
         if name not in self._sums:
             self._sums[name] = empty_blocks(gradient.shape[-1], gradient.device)
-        gradient_TR = gradient.flatten(0, -2)
+        gradient_TR = limit_exploded_gradients(gradient).flatten(0, -2)
         add_output_products(self._sums[name], gradient_TR)
         self._tokens[name] += int((gradient_TR != 0).any(dim=-1).sum())
 
